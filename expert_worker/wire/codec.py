@@ -31,7 +31,8 @@ class Codec:
         self._by_kind: dict[str, type[Any]] = {}
 
     def register(self, cls: type[T]) -> type[T]:
-        assert dataclasses.is_dataclass(cls) and cls.__name__ not in self._by_kind
+        assert dataclasses.is_dataclass(cls)
+        assert cls.__name__ not in self._by_kind
         self._by_kind[cls.__name__] = cls
         return cls
 
@@ -68,7 +69,14 @@ class Codec:
         return cls(*fields)
 
 
-_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bytes": (bytes,), "bool": (bool,), "None": (type(None),)}
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bytes": (bytes,),
+    "bool": (bool,),
+    "None": (type(None),),
+}
 
 
 def _fits(annotation: str, value: Any) -> bool:

@@ -55,9 +55,9 @@ class Heart:
     def beat(self, work: int = 1) -> None:
         """Note that the main loop got further."""
         self._progress += work
-        RECORD.pack_into(
-            self._memory, 0, self._incarnation, self._pid, self._state, self._progress, self._layer, self._sequence, self.calls, time.monotonic_ns()
-        )
+        now = time.monotonic_ns()
+        fields = (self._incarnation, self._pid, self._state, self._progress, self._layer, self._sequence, self.calls, now)
+        RECORD.pack_into(self._memory, 0, *fields)
 
     def enter(self, state: str) -> None:
         self._state = STATES.index(state)

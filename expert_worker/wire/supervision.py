@@ -78,7 +78,7 @@ class RankStatus:
     device: str
     backend: str
     rung: str
-    bytes: dict[str, int]  # noqa: A003
+    bytes: dict[str, int]
     pid: int
 
 
