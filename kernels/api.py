@@ -101,3 +101,11 @@ class CpuBackend(Protocol):
         Returns n, the number of (token, expert) pairs computed. Raises BadScaleError.
         """
         ...
+
+
+def tokens_of(
+    ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32], expert: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens of a call that chose `expert`, ascending, and their route weights. A token draws an expert at most once."""
+    token, draw = np.nonzero(ids == expert)
+    return token, weights[token, draw]

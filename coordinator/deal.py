@@ -1,0 +1,34 @@
+"""Which rank computes which experts of a call: a pure function of the call's ids, the live ranks and the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+Deal = Callable[[Sequence[int], Sequence[int]], dict[int, list[int]]]
+
+
+def sorted_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int]]:
+    """Round-robin over the live ranks: one token over four ranks gives 2, 2, 1, 1."""
+    return {rank: list(experts[place :: len(live)]) for place, rank in enumerate(live) if place < len(experts)}
+
+
+def home_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int]]:
+    """An expert always goes to the same rank while the live ranks stay the same, so that a card cache can hit."""
+    dealt: dict[int, list[int]] = {}
+    for expert in experts:
+        dealt.setdefault(live[expert % len(live)], []).append(expert)
+    return {rank: dealt[rank] for rank in live if rank in dealt}
+
+
+POLICIES: Mapping[str, Deal] = {"sorted": sorted_deal, "home": home_deal}
+
+
+def deal(ids: Iterable[int], live: Iterable[int], policy: str) -> dict[int, list[int]]:
+    """{rank: its expert ids, ascending}, ranks ascending; ranks without an expert are left out.
+
+    ids   the expert ids of the call, in any order, with repetitions
+    live  the ranks that can take a call; at least one
+    """
+    ranks = sorted(set(live))
+    assert ranks, "a deal needs a live rank"
+    return POLICIES[policy](sorted(set(ids)), ranks)
