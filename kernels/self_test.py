@@ -45,4 +45,5 @@ def run(backend: CpuBackend, shape: FfnShape) -> str | None:
 def _expand(codes: U8, scales: U8) -> npt.NDArray[np.float64]:
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     matrix = np.stack([values[codes & 15], values[codes >> 4]], axis=-1).reshape(codes.shape[0], -1)
-    return matrix * np.repeat(np.exp2(scales.astype(np.float64) - 127), 32, axis=1)
+    expanded: npt.NDArray[np.float64] = matrix * np.repeat(np.exp2(scales.astype(np.float64) - 127), 32, axis=1)
+    return expanded

@@ -132,7 +132,8 @@ class CallMemory:
 
     def _array(self, slot: int, offset: int, dtype: npt.DTypeLike, shape: tuple[int, int]) -> npt.NDArray[Any]:
         assert 0 < shape[0] <= self.layout.tokens, shape
-        return np.ndarray(shape, dtype, self._map, self.layout.slot_offset(slot) + offset)
+        array: npt.NDArray[Any] = np.ndarray(shape, dtype, self._map, self.layout.slot_offset(slot) + offset)
+        return array
 
 
 class ReplyMemory:

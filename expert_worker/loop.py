@@ -1,0 +1,122 @@
+"""The loop of a worker: receive a call, compute it, answer, show progress. It keeps nothing of a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evrun.expert_worker.faults import Faults
+from evrun.expert_worker.lane import Lane
+from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.wire.codec import CodecError
+from evrun.expert_worker.wire.errors import PayloadError
+from evrun.expert_worker.wire.heartbeat import Heart
+from evrun.expert_worker.wire.link import ExpertPort
+from evrun.expert_worker.wire.messages import Call, Failed, Partial, Stop, codec
+from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory
+
+IDLE_BEAT_S = 1.0
+log = logging.getLogger("loop")
+
+
+class Loop:
+    """Serves calls until it is told to stop. Raises EOFError when the launcher is gone."""
+
+    def __init__(
+        self, spec: WorkerSpec, num_experts: int, port: ExpertPort, calls: CallMemory, reply: ReplyMemory, lane: Lane, heart: Heart
+    ) -> None:
+        self._spec, self._num_experts = spec, num_experts
+        self._port, self._calls, self._reply = port, calls, reply
+        self._lane, self._heart = lane, heart
+        self._faults = Faults(spec.faults, spec.rank, spec.incarnation)
+        self.dropped = 0
+        """Messages that were malformed, or meant for another incarnation."""
+
+    def run(self) -> None:
+        while True:
+            data = self._port.receive(IDLE_BEAT_S)
+            self._heart.beat()
+            if data is None:
+                continue
+            try:
+                message = codec.decode(data)
+            except CodecError as error:
+                self._drop(str(error))
+                continue
+            if isinstance(message, Stop):
+                log.info("stop: %s", message.reason)
+                return
+            problem = self._unfit(message)
+            if problem:
+                self._drop(problem)
+                continue
+            self._serve(message)
+
+    def _serve(self, call: Call) -> None:
+        number = self._heart.calls + 1
+        self._faults.at("receive", number)
+        self._heart.begin(call.layer, call.sequence)
+        started = time.monotonic()
+        x = self._calls.x(call.slot, call.tokens)
+        ids, weights = self._calls.ids(call.slot, call.tokens), self._calls.weights(call.slot, call.tokens)
+        self._faults.at("read", number)
+        out = self._result(call, int(np.isin(ids, call.experts).sum()))
+        answer: Partial | Failed
+        try:
+            rows = self._lane.compute(call.layer, call.experts, x, ids, weights, out)
+        except PayloadError as error:
+            log.error("layer %d: %s", call.layer, error)
+            answer = Failed(call.run_id, call.incarnation, call.sequence, call.layer, str(error))
+        else:
+            checksum = zlib.crc32(out.data) if call.checksum else -1
+            spent = time.monotonic() - started
+            answer = Partial(call.run_id, call.incarnation, call.sequence, call.layer, rows, checksum, self._lane.bytes_by_rung, spent)
+        self._faults.at("compute", number)
+        self._heart.calls += 1
+        self._answer(answer, out, self._faults.at("write", number))
+        self._heart.enter("ready")
+
+    def _result(self, call: Call, rows: int) -> npt.NDArray[Any]:
+        return self._reply.rows(rows) if self._reply.layout.exact else self._reply.partial(call.tokens)
+
+    def _answer(self, answer: Partial | Failed, out: npt.NDArray[Any], fault: str | None) -> None:
+        data = codec.encode(answer)
+        if fault and isinstance(answer, Partial):
+            data = _spoil(answer, out, fault)
+        self._port.reply(data)
+        if fault == "twice":
+            self._port.reply(data)
+
+    def _unfit(self, message: Any) -> str | None:
+        """Why a message is not a call that this incarnation can serve, or None."""
+        if not isinstance(message, Call):
+            return f"unexpected {type(message).__name__}"
+        if (message.run_id, message.incarnation) != (self._spec.run_id, self._spec.incarnation):
+            return f"call {message.sequence} is meant for incarnation {message.incarnation} of run {message.run_id}"
+        layout = self._calls.layout
+        fits = 0 < message.tokens <= layout.tokens and 0 <= message.slot < SLOTS
+        experts = message.experts
+        fits = fits and bool(experts) and experts == sorted(set(experts)) and experts[0] >= 0 and experts[-1] < self._num_experts
+        return None if fits else f"call {message.sequence} does not fit the slots or the experts of this checkpoint"
+
+    def _drop(self, why: str) -> None:
+        self.dropped += 1
+        log.warning("dropped a message (%d so far): %s", self.dropped, why)
+
+
+def _spoil(answer: Partial, out: npt.NDArray[Any], fault: str) -> bytes:
+    """The answer with one of the faults that only tests ask for."""
+    if fault == "nan":
+        out[:1] = 0x7FC0 if out.dtype == np.uint16 else np.nan
+    fields = dict(vars(answer))
+    if fault == "checksum":
+        fields["checksum"] ^= 1
+    if fault == "rows":
+        fields["rows"] += 1
+    data = codec.encode(Partial(**fields))
+    return data[: len(data) // 2] if fault == "malformed" else data
