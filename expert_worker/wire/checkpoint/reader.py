@@ -1,0 +1,233 @@
+"""A checkpoint directory: checked as a whole by its headers, then every tensor as a view into a mapped shard.
+
+Nothing is copied and nothing is mapped before its first use. A tensor is found through the index alone, so a weight
+and its scale may lie in different shards.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from evrun.expert_worker.wire.checkpoint.audit import Catalog
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig, load_config
+from evrun.expert_worker.wire.checkpoint.dtypes import ITEM_BYTES
+from evrun.expert_worker.wire.checkpoint.schema import EXPERT_PARTS, expert_name, expert_specs, is_engram_table, is_skipped
+from evrun.expert_worker.wire.checkpoint.shards import (
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    Identity,
+    Shard,
+    changed,
+    extra_files,
+    file_problem,
+    identity_of,
+    identity_problem,
+    read_index,
+    read_shard,
+)
+from evrun.expert_worker.wire.errors import CheckpointError
+
+U8 = npt.NDArray[np.uint8]
+
+
+class Tensor(NamedTuple):
+    """One tensor where it lies."""
+
+    name: str
+    dtype: str
+    """The header's string."""
+    shape: tuple[int, ...]
+    shard: Path
+    offset: int
+    """Bytes from the start of the shard."""
+    data: U8
+    """[*shape[:-1], bytes of the last dimension]: read-only, C-contiguous, a view into the mapping. Only byte-aligned."""
+
+
+Expert = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Checkpoint:
+    """An opened checkpoint. Not safe for use by several threads during the first use of a shard."""
+
+    def __init__(self, directory: Path, config: ModelConfig, shards: list[Shard], catalog: Catalog, warnings: list[str]) -> None:
+        """Use `open`."""
+        self.directory = directory
+        self.config = config
+        self.warnings = warnings
+        """What is odd and does no harm, one line each."""
+        self._paths = [s.path for s in shards]
+        self._resolved = [s.resolved for s in shards]
+        self._identities = [s.identity for s in shards]
+        self._maps: list[mmap.mmap | None] = [None] * len(shards)
+        self._others = catalog.others
+        self._expert_offsets = catalog.expert_offsets
+        self._expert_shards = catalog.expert_shards
+        self._expert_parts = [
+            (part, dtype, shape, _view_shape(dtype, shape)) for part, (dtype, shape) in zip(EXPERT_PARTS, expert_specs(config), strict=True)
+        ]
+        dense = [(p.shard, p.offset, n) for n, p in self._others.items() if not is_skipped(n) and not is_engram_table(n)]
+        self.dense_names = tuple((n, _bytes(self._others[n].dtype, self._others[n].shape)) for _, _, n in sorted(dense))
+        """(name, bytes) of every tensor that is neither a routed expert nor an Engram table nor skipped, in file order."""
+        self.dense_bytes = sum(size for _, size in self.dense_names)
+        self.engram_bytes = sum(_bytes(p.dtype, p.shape) for n, p in self._others.items() if is_engram_table(n) and not is_skipped(n))
+        """Bytes of the Engram tables, of which only single rows are read."""
+        self.expert_bytes = config.row_bytes * config.num_hidden_layers * config.n_routed_experts
+
+    @classmethod
+    def open(cls, directory: str | Path, identity: Mapping[str, Identity] | None = None) -> Checkpoint:
+        """Read config, index and every header, and check all that these can show.
+
+        identity: resolved shard path -> (device, inode, size, mtime_ns), as `identity()` gave it to an earlier process; a
+        shard that is not the same file is refused.
+        Raises CheckpointError with every problem found, one line each.
+        """
+        directory = Path(directory)
+        problems = _directory_problems(directory)
+        if problems:
+            raise CheckpointError(str(directory), problems)
+        config: ModelConfig | None = None
+        try:
+            config = load_config(directory)
+        except CheckpointError as error:
+            problems += error.problems
+        if wrong := file_problem(directory / TOKENIZER_FILE):
+            problems.append(f"{directory / TOKENIZER_FILE}: {wrong}; copy the file again")
+        weight_map, total_size, wrong_index = read_index(directory / INDEX_FILE)
+        problems += wrong_index
+        if wrong_index:
+            raise CheckpointError(str(directory), problems)
+        by_shard: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            by_shard.setdefault(file, []).append(name)
+        catalog = Catalog(config, weight_map) if config else None
+        if catalog:
+            catalog.check_names(str(directory / INDEX_FILE))
+        shards: list[Shard] = []
+        warnings: list[str] = []
+        for file in sorted(by_shard):
+            named = by_shard[file]
+            path = directory / file
+            shard, cause = read_shard(path)
+            if shard is None:
+                problems.append(f"{path}: {cause}; the index places {len(named)} tensors here, copy the file again")
+                continue
+            problems += [f"{path}: {line}" for line in shard.header.problems]
+            warnings += [f"{path}: {line}" for line in shard.header.warnings]
+            if identity is not None and (cause := identity_problem(shard, identity)):
+                problems.append(f"{path}: {cause}")
+            unnamed = shard.header.entries.keys() - set(named)
+            if unnamed:
+                warnings.append(f"{path}: {len(unnamed)} tensors that the index does not place here are ignored, first {min(unnamed)}")
+            if catalog and not shard.header.problems:
+                catalog.take(str(path), len(shards), shard.header.data_start, named, shard.header.entries)
+            shards.append(shard.without_header())
+        problems += catalog.findings.lines() if catalog else []
+        if problems or config is None or catalog is None:
+            raise CheckpointError(str(directory), problems)
+        if total_size is not None and total_size != catalog.tensor_bytes:
+            found = f"metadata.total_size says {total_size} bytes, the tensors take {catalog.tensor_bytes}"
+            warnings.append(f"{directory / INDEX_FILE}: {found}")
+        extra = extra_files(directory, set(by_shard))
+        warnings += [f"{directory / name}: not named by the index, ignored" for name in extra]
+        return cls(directory, config, shards, catalog, warnings)
+
+    def identity(self) -> dict[str, Identity]:
+        """Resolved shard path -> (device, inode, size, mtime_ns) of the files whose headers were read."""
+        return dict(zip(self._resolved, self._identities, strict=True))
+
+    def has(self, name: str) -> bool:
+        return name in self._others or self._expert_number(name) is not None
+
+    def tensor(self, name: str) -> Tensor:
+        """Any tensor of the index. Raises KeyError for an unknown name, CheckpointError when the shard was replaced."""
+        place = self._others.get(name)
+        if place is not None:
+            shape = _view_shape(place.dtype, place.shape)
+            data: U8 = np.ndarray(shape, np.uint8, self._map(place.shard), place.offset)
+            return Tensor(name, place.dtype, place.shape, self._paths[place.shard], place.offset, data)
+        number = self._expert_number(name)
+        if number is None:
+            raise KeyError(f"{self.directory}: the checkpoint has no tensor {name}")
+        layer, expert, part = number
+        return self.expert(layer, expert)[part]
+
+    def expert(self, layer: int, expert: int) -> Expert:
+        """One routed expert: w1, its scale, w3, its scale, w2, its scale. A few microseconds; nothing is kept.
+
+        Raises IndexError for a layer or expert that the config does not have, CheckpointError when a shard was replaced.
+        """
+        if layer < 0 or expert < 0:
+            raise IndexError(f"layer {layer}, expert {expert}")
+        offsets = self._expert_offsets[layer, expert].tolist()
+        shards = self._expert_shards[layer, expert].tolist()
+        prefix = expert_name(layer, expert, "")
+        found = []
+        for i, (part, dtype, shape, view) in enumerate(self._expert_parts):
+            shard, offset = shards[i], offsets[i]
+            data: U8 = np.ndarray(view, np.uint8, self._maps[shard] or self._map(shard), offset)
+            found.append(Tensor(prefix + part, dtype, shape, self._paths[shard], offset, data))
+        w1, s1, w3, s3, w2, s2 = found
+        return w1, s1, w3, s3, w2, s2
+
+    def mapping(self, shard: Path) -> U8:
+        """A whole shard, as `Tensor.shard` names it: read-only bytes [file size]."""
+        return np.frombuffer(self._map(self._paths.index(shard)), np.uint8)
+
+    def _map(self, shard: int) -> mmap.mmap:
+        found = self._maps[shard]
+        if found is None:
+            found = self._maps[shard] = _open_map(self._paths[shard], self._identities[shard])
+        return found
+
+    def _expert_number(self, name: str) -> tuple[int, int, int] | None:
+        fields = name.split(".", 5)
+        if len(fields) != 6 or fields[5] not in EXPERT_PARTS or not fields[1].isdecimal() or not fields[4].isdecimal():
+            return None
+        layer, expert = int(fields[1]), int(fields[4])
+        inside = layer < self.config.num_hidden_layers and expert < self.config.n_routed_experts
+        return (layer, expert, EXPERT_PARTS.index(fields[5])) if inside and name == expert_name(layer, expert, fields[5]) else None
+
+
+def _directory_problems(directory: Path) -> list[str]:
+    try:
+        os.listdir(directory)
+    except FileNotFoundError:
+        return [f"{directory}: expected a checkpoint directory, found nothing; check the path"]
+    except NotADirectoryError:
+        return [f"{directory}: expected a checkpoint directory, found a file; give the directory that holds {INDEX_FILE}"]
+    except OSError as error:
+        return [f"{directory}: cannot be read ({error.strerror}); check its permissions"]
+    return []
+
+
+def _open_map(path: Path, expected: Identity) -> mmap.mmap:
+    """The whole file, read-only and shared with the page cache. Refused when it is no longer the file that was checked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(str(path.parent), [f"{path}: cannot be opened any more ({error.strerror})"]) from error
+    try:
+        found = identity_of(os.fstat(fd))
+        if found != expected:
+            raise CheckpointError(str(path.parent), [f"{path}: {changed(expected, found)}"])
+        return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _view_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    item = ITEM_BYTES[dtype]
+    return (*shape[:-1], shape[-1] * item) if shape else (item,)
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(_view_shape(dtype, shape))
