@@ -1,0 +1,251 @@
+"""Routed experts as one callable: deal a layer call, send it, collect the shares, deal again what a loss leaves over.
+
+The coordinator holds a call until its sum is made, so a lost rank costs a resend of its pieces, never a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from evrun.coordinator.combine import Share, combine_partials, combine_rows
+from evrun.coordinator.deal import deal
+from evrun.coordinator.fleet import Answered, Crashed, Fleet, Lost
+from evrun.coordinator.rank import Piece
+from evrun.coordinator.spec import CoordinatorSpec
+from evrun.expert_worker.wire.errors import DeviceError, RunError
+from evrun.expert_worker.wire.messages import Failed, Partial
+from evrun.expert_worker.wire.slots import SLOTS
+
+WAIT_S = 0.25
+ORDINARY_ENDS = ("SIGKILL", "SIGTERM")
+"""Deaths that say nothing of the call: somebody, or the memory killer, ended the process."""
+log = logging.getLogger("experts")
+
+
+class CancelledError(Exception):
+    """The request's client cancelled it, or went away."""
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One layer call between submit and sum."""
+
+    layer: int
+    slot: int
+    tokens: int
+    ids: npt.NDArray[np.int32]
+    open: list[Piece]
+    """Pieces without a share yet, wherever they are."""
+    homeless: list[Piece] = field(default_factory=list)
+    """Pieces that no live rank holds."""
+    shares: list[Share] = field(default_factory=list)
+
+
+class ExpertClient:
+    """The model's `experts` callable, over the fleet. One call at a time; submit, then collect."""
+
+    def __init__(self, spec: CoordinatorSpec, fleet: Fleet) -> None:
+        self._spec, self._fleet = spec, fleet
+        layout = fleet.layout
+        self._sum = torch.empty(layout.tokens, layout.hidden, dtype=torch.float32)
+        dtype = torch.bfloat16 if layout.itemsize == 2 else torch.float32
+        self._x = [torch.from_numpy(fleet.calls.x(slot, layout.tokens)).view(dtype) for slot in range(SLOTS)]
+        self._turn = 0
+        self._call: LayerCall | None = None
+        self.resends = 0
+        """Pieces sent again since start."""
+        self.cancelled: Callable[[], bool] = lambda: False
+        """Asked at every wait."""
+
+    def __call__(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Submit x [T, H] (run's dtype), ids [T, K] int32, weights [T, K] fp32; the result collects the sum [T, H] fp32.
+
+        The sum is valid until the next submit. Raises CancelledError, RunError, DeviceError, ShutdownError.
+        """
+        assert self._call is None, "one layer call at a time"
+        tokens = x.shape[0]
+        slot = self._turn = (self._turn + 1) % SLOTS
+        self._x[slot][:tokens].copy_(x)
+        np.copyto(self._fleet.calls.ids(slot, tokens), ids.cpu().numpy())
+        np.copyto(self._fleet.calls.weights(slot, tokens), weights.cpu().numpy())
+        call = LayerCall(layer, slot, tokens, self._fleet.calls.ids(slot, tokens).copy(), [])
+        self._call = call
+        self._await_live()
+        for rank, experts in deal(call.ids.ravel().tolist(), self._fleet.live(), self._spec.deal).items():
+            piece = Piece(experts)
+            call.open.append(piece)
+            self._fleet.ranks[rank].queue.append(piece)
+        self._feed()
+        return self._collect
+
+    def abandon(self) -> None:
+        """Forget the call in hand, if any: its answers will be dropped."""
+        self._call = None
+        self._fleet.abandon()
+
+    def _collect(self) -> torch.Tensor:
+        call = self._call
+        assert call is not None, "collect comes once after a submit"
+        out = self._sum[: call.tokens]
+        while True:
+            while call.open:
+                self._step()
+            self._combine(call, out.numpy())
+            if not self._reject_non_finite(call, out.numpy()):
+                self._call = None
+                return out
+
+    def _combine(self, call: LayerCall, out: npt.NDArray[np.float32]) -> None:
+        if self._fleet.layout.exact:
+            combine_rows(call.shares, call.ids, out)
+        else:
+            combine_partials(call.shares, out)
+
+    def _await_live(self) -> None:
+        while not self._fleet.live():
+            self._step()
+
+    def _step(self) -> None:
+        """Wait for something to happen and act on it."""
+        if self.cancelled():
+            raise CancelledError
+        for event in self._fleet.pump(WAIT_S):
+            if isinstance(event, Answered):
+                self._answered(event)
+            elif isinstance(event, Lost):
+                self._lost(event)
+            else:
+                self._crashed(event)
+        if self._fleet.hopeless():
+            reasons = "; ".join(f"rank {r.rank}: {r.reason}" for r in self._fleet.ranks)
+            raise DeviceError(f"no worker is left and none will come back ({reasons}); see the workers' logs")
+        self._feed()
+
+    def _feed(self) -> None:
+        """Give every free rank its next piece, and homeless pieces to whoever lives."""
+        call = self._call
+        if call is None:
+            return
+        if call.homeless and self._fleet.live():
+            experts = [e for piece in call.homeless for e in piece.experts]
+            causes = {e: piece.causes for piece in call.homeless for e in piece.experts}
+            for piece in call.homeless:
+                call.open.remove(piece)
+            call.homeless.clear()
+            for rank, share in deal(experts, self._fleet.live(), self._spec.deal).items():
+                piece = Piece(share, sorted({c for e in share for c in causes[e]}))
+                call.open.append(piece)
+                self._fleet.ranks[rank].queue.append(piece)
+        for state in self._fleet.ranks:
+            if state.free and state.queue:
+                self._keep_results_of(state.rank, call)
+                self._fleet.submit(state.rank, state.queue.popleft(), call.layer, call.slot, call.tokens)
+
+    def _keep_results_of(self, rank: int, call: LayerCall) -> None:
+        """The rank's result memory is about to be used again: copy what lies there."""
+        for i, share in enumerate(call.shares):
+            if share.rank == rank:
+                call.shares[i] = Share(rank, share.experts, share.result.copy())
+
+    def _answered(self, event: Answered) -> None:
+        call, piece = self._call, event.flight.piece
+        if call is None or piece not in call.open:
+            return
+        if isinstance(event.message, Failed):
+            self._failed(call, piece, event.rank, event.message.cause)
+            return
+        problem = "its reply is malformed" if event.message is None else self._take(call, piece, event.rank, event.message)
+        if problem:
+            self._fleet.ranks[event.rank].dropped += event.message is not None
+            self._failed(call, piece, event.rank, problem)
+
+    def _take(self, call: LayerCall, piece: Piece, rank: int, message: Partial) -> str | None:
+        """Accept a share, or say what is wrong with it."""
+        rows = int(np.isin(call.ids, piece.experts).sum())
+        if message.rows != rows:
+            return f"its reply has {message.rows} rows, {rows} were asked for"
+        memory = self._fleet.replies[rank]
+        result: npt.NDArray[Any] = memory.rows(rows) if self._fleet.layout.exact else memory.partial(call.tokens)
+        if self._spec.check_payload and zlib.crc32(result.data) != message.checksum:
+            return "its payload does not fit its checksum"
+        call.open.remove(piece)
+        call.shares.append(Share(rank, piece.experts, result))
+        return None
+
+    def _reject_non_finite(self, call: LayerCall, out: npt.NDArray[np.float32]) -> bool:
+        """Deal the shares that hold NaN or infinity again. One look at the sum tells whether there are any."""
+        if np.isfinite(out).all():
+            return False
+        mask = np.uint16(0x7F80)
+        for share in list(call.shares):
+            finite = (share.result & mask != mask).all() if share.result.dtype == np.uint16 else np.isfinite(share.result).all()
+            if not finite:
+                call.shares.remove(share)
+                piece = Piece(share.experts)
+                call.open.append(piece)
+                self._fleet.ranks[share.rank].dropped += 1
+                self._failed(call, piece, share.rank, "its partial is not finite")
+        if not call.open:
+            raise RunError(f"layer {call.layer}: the routed sum overflows fp32 although every rank's share is finite")
+        self._feed()
+        return True
+
+    def _failed(self, call: LayerCall, piece: Piece, rank: int, cause: str) -> None:
+        """The piece has no answer: another rank tries it, unless it failed this way before."""
+        log.warning("rank %d, layer %d, experts %s: %s", rank, call.layer, piece.experts, cause)
+        if cause in piece.causes:
+            raise RunError(f"layer {call.layer}, experts {_listed(piece.experts)}: failed on two attempts the same way: {cause}")
+        piece.causes.append(cause)
+        self.resends += 1
+        self._fleet.ranks[rank].resends += 1
+        others = [r for r in self._fleet.live() if r != rank] or self._fleet.live()
+        if not others:
+            call.homeless.append(piece)
+            return
+        call.open.remove(piece)
+        for other, experts in deal(piece.experts, others, self._spec.deal).items():
+            part = Piece(experts, list(piece.causes))
+            call.open.append(part)
+            self._fleet.ranks[other].queue.append(part)
+
+    def _lost(self, event: Lost) -> None:
+        call = self._call
+        owed = [piece for piece in event.pieces if call and piece in call.open]
+        if call is None or not owed:
+            return
+        self.resends += len(owed)
+        self._fleet.ranks[event.rank].resends += len(owed)
+        if self._spec.on_loss == "wait" and event.dead:
+            self._fleet.ranks[event.rank].queue.extend(owed)
+        else:
+            call.homeless.extend(owed)
+
+    def _crashed(self, event: Crashed) -> None:
+        """A process that crashed (and was not merely killed) on a call may crash the next one too: remember why."""
+        call = self._call
+        if self._fleet.ranks[event.rank].state == "gone" and call:
+            call.homeless.extend(self._fleet.ranks[event.rank].queue)
+            self._fleet.ranks[event.rank].queue.clear()
+        if call is None or any(end in event.reason for end in ORDINARY_ENDS):
+            return
+        for lost in event.pieces:
+            for piece in call.open:
+                if set(piece.experts) & set(lost.experts):
+                    if event.reason in piece.causes:
+                        raise RunError(
+                            f"layer {call.layer}, experts {_listed(piece.experts)}: two workers ended the same way: {event.reason}; "
+                            f"see their logs"
+                        )
+                    piece.causes.append(event.reason)
+
+
+def _listed(experts: list[int]) -> str:
+    return " ".join(map(str, experts))

@@ -1,0 +1,313 @@
+"""The workers as the coordinator sees them: one wait for messages, deaths, stalls and the launcher's word.
+
+Deaths are seen here first (pidfds in the same wait as the replies), so that a call is dealt again at once and not when
+the launcher has reaped the process. Everything that happens becomes an Event; who deals and combines is elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from evrun.coordinator.rank import Deadlines, InFlight, Piece, Rank, silence, verdict
+from evrun.coordinator.spec import CoordinatorSpec
+from evrun.expert_worker.wire import heartbeat, supervision
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig
+from evrun.expert_worker.wire.codec import CodecError
+from evrun.expert_worker.wire.hub import Hub
+from evrun.expert_worker.wire.link import open_group
+from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Ready, Stop, codec
+from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
+
+TICK_S = 0.05
+"""Longest wait between two looks at the progress records while a call is in flight."""
+STATUS_EVERY_S = 0.25
+log = logging.getLogger("fleet")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A rank answered its call. `message` is None when the answer was damaged."""
+
+    rank: int
+    flight: InFlight
+    message: Partial | Failed | None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank died or stalled; `pieces` is what it owed."""
+
+    rank: int
+    pieces: list[Piece]
+    dead: bool
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """How a dead incarnation ended, known once it is reaped. `pieces`: what it owed when it died."""
+
+    rank: int
+    pieces: list[Piece]
+    reason: str
+
+
+Event = Answered | Lost | Crashed
+
+
+class ShutdownError(Exception):
+    """The launcher asked the coordinator to end, or is gone."""
+
+
+class Fleet:
+    """All ranks. Belongs to the coordinator's main thread."""
+
+    def __init__(self, spec: CoordinatorSpec, config: ModelConfig) -> None:
+        self._spec = spec
+        self.layout = SlotLayout.of(config, spec.world_size, spec.prefill_chunk, spec.dtype, spec.combine)
+        self.calls = CallMemory(self.layout, spec.call_fd, writable=True)
+        self.replies = [ReplyMemory(self.layout, fd, writable=True) for fd in spec.reply_fds]
+        self.ranks = [Rank(r) for r in range(spec.world_size)]
+        self._deadlines = Deadlines(spec.start_timeout_s, spec.first_call_timeout_s, spec.stall_timeout_s, spec.kill_timeout_s)
+        self._hub = Hub(spec.hub_address, spec.run_id, spec.secret)
+        bells = list(zip(spec.request_bell_fds, spec.reply_bell_fds, strict=True))
+        self._group = open_group(spec.transport, self._hub, self.calls, self.replies, bells)
+        self._launcher = socket.socket(fileno=os.dup(spec.supervision_fd))
+        self._owed_at_death: dict[tuple[int, int], list[Piece]] = {}
+        self._sequence = 0
+        self._poll = select.poll()
+        self._watched: dict[int, Callable[[], None]] = {}
+        self.watch(self._hub.fd, self._hub_stirs)
+        self.watch(spec.lifeline_fd, self._launcher_gone)
+        self.watch(self._launcher.fileno(), lambda: None)
+        for fd in self._group.fds():
+            self.watch(fd, lambda: None)
+        self._pidfds: dict[int, int] = {}
+        self._status_at = 0.0
+        self.status: Callable[[], supervision.Status] | None = None
+        """Makes the coordinator's status; sent when something changed and every STATUS_EVERY_S."""
+        self.changed = True
+
+    def watch(self, fd: int, stirs: Callable[[], None]) -> None:
+        """Let `pump` end its wait when fd is readable; `stirs` is called then."""
+        self._watched[fd] = stirs
+        self._poll.register(fd, select.POLLIN)
+
+    def live(self) -> list[int]:
+        return [r.rank for r in self.ranks if r.live]
+
+    def settled(self) -> bool:
+        """Whether every rank either said ready or will not come by itself."""
+        return all(r.live or r.state == "gone" for r in self.ranks)
+
+    def hopeless(self) -> bool:
+        """Whether no rank serves and none will come by itself."""
+        return all(r.state == "gone" for r in self.ranks)
+
+    def submit(self, rank: int, piece: Piece, layer: int, slot: int, tokens: int) -> bool:
+        """Hand a piece to a free rank. False when it cannot be reached; its death will follow."""
+        state = self.ranks[rank]
+        assert state.free
+        self._sequence += 1
+        call = Call(self._spec.run_id, state.incarnation, self._sequence, layer, slot, tokens, piece.experts, self._spec.check_payload)
+        state.in_flight = InFlight(piece, self._sequence, layer, time.monotonic())
+        state.state, state.last_layer = "serving", layer
+        return self._group.submit(rank, state.incarnation, codec.encode(call))
+
+    def pump(self, timeout_s: float) -> list[Event]:
+        """Everything that happened; waits up to `timeout_s` when nothing has. Raises ShutdownError."""
+        events = self._take()
+        if not events:
+            busy = any(r.in_flight or r.state == "starting" for r in self.ranks)
+            wait_s = min(timeout_s, TICK_S) if busy else min(timeout_s, STATUS_EVERY_S)
+            ready = [fd for fd, _ in self._poll.poll(wait_s * 1000)]
+            for fd in ready:
+                if fd in self._watched:
+                    self._watched[fd]()
+            # What a process said before it died counts: messages first, then deaths.
+            events = self._take()
+            for fd in ready:
+                if fd in self._pidfds:
+                    events += self._died(self.ranks[self._pidfds[fd]])
+            events += self._look()
+        self._report()
+        return events
+
+    def abandon(self) -> None:
+        """The request ended: answers still to come are dropped, queued pieces forgotten."""
+        for rank in self.ranks:
+            rank.abandon()
+
+    def close(self) -> None:
+        stop = codec.encode(Stop("the coordinator ends"))
+        for rank in self.ranks:
+            self._hub.send(rank.rank, rank.incarnation, stop)
+        self._hub.close()
+
+    def _take(self) -> list[Event]:
+        """Messages of workers and of the launcher, without waiting."""
+        events: list[Event] = []
+        while (packet := self._from_launcher()) is not None:  # first: a rank's ready counts once its start is known
+            events += self._told(*packet)
+        for rank, incarnation, message in self._hub.receive():
+            events += self._heard(rank, incarnation, message)
+        for rank, data in self._group.receive():
+            try:
+                message = codec.decode(data)
+            except CodecError as error:
+                log.warning("rank %d: %s", rank, error)
+                message = None
+            events += self._heard(rank, self.ranks[rank].incarnation, message)
+        return events
+
+    def _heard(self, number: int, incarnation: int, message: Any) -> list[Event]:
+        if not 0 <= number < len(self.ranks):
+            return []
+        rank = self.ranks[number]
+        if isinstance(message, Hello):
+            return []
+        if isinstance(message, Ready):
+            if incarnation == rank.incarnation and rank.state == "starting":
+                rank.state, rank.reason = "ready", ""
+                rank.device, rank.backend, rank.rung = message.device, message.backend, message.rung
+                self.changed = True
+                log.info("rank %d (incarnation %d) is ready: %s, rung %s", number, incarnation, message.backend, message.rung)
+            return []
+        return self._answered(rank, incarnation, message)
+
+    def _answered(self, rank: Rank, incarnation: int, message: Any) -> list[Event]:
+        flight = rank.in_flight
+        damaged = not isinstance(message, Partial | Failed)
+        expected = (self._spec.run_id, rank.incarnation, flight.sequence, flight.layer) if flight else None
+        if incarnation != rank.incarnation or flight is None:
+            return self._drop(rank, "nothing was asked of it")
+        if not damaged and (message.run_id, message.incarnation, message.sequence, message.layer) != expected:
+            return self._drop(rank, f"call {flight.sequence} of layer {flight.layer} was asked for, not {message.sequence}")
+        rank.in_flight = None
+        rank.state, rank.reason = "ready", ""
+        if flight.abandoned:
+            self.changed = True
+            return self._drop(rank, f"call {flight.sequence} of layer {flight.layer} came late")
+        if damaged:
+            self._drop(rank, "it is malformed")
+        else:
+            rank.calls += 1
+            if isinstance(message, Partial):
+                rank.bytes_by_rung = message.bytes_by_rung
+        return [Answered(rank.rank, flight, None if damaged else message)]
+
+    def _drop(self, rank: Rank, why: str) -> list[Event]:
+        rank.dropped += 1
+        log.warning("rank %d (incarnation %d): reply dropped (%d so far): %s", rank.rank, rank.incarnation, rank.dropped, why)
+        return []
+
+    def _died(self, rank: Rank) -> list[Event]:
+        if rank.pidfd < 0:
+            return []
+        self._poll.unregister(rank.pidfd)
+        self._pidfds.pop(rank.pidfd)
+        os.close(rank.pidfd)
+        self._hub.forget(rank.rank, rank.incarnation)
+        owed = rank.stop("died")
+        self._owed_at_death[rank.rank, rank.incarnation] = owed
+        self.changed = True
+        log.warning("rank %d (incarnation %d, pid %d) died%s", rank.rank, rank.incarnation, rank.pid, _owing(owed, rank.last_layer))
+        return [Lost(rank.rank, owed, dead=True)]
+
+    def _look(self) -> list[Event]:
+        """Stalls, by the progress records."""
+        events: list[Event] = []
+        now_s = time.monotonic()
+        for rank in self.ranks:
+            if rank.state not in ("starting", "ready", "serving", "stalled"):
+                continue
+            beat = heartbeat.read(self.replies[rank.rank].record)
+            found = verdict(rank, beat, self._deadlines, now_s)
+            quiet_s = silence(rank, beat, now_s)
+            where = f"rank {rank.rank} (incarnation {rank.incarnation}, layer {rank.last_layer})"
+            if found == "kill" and not rank.kill_asked:
+                rank.kill_asked = self._tell(supervision.KillWorker(rank.rank, rank.incarnation, f"no progress for {quiet_s:.1f} s"))
+                log.error("%s showed no progress for %.1f s: asked the launcher to kill it", where, quiet_s)
+            if rank.state == "serving" and found in ("stalled", "kill"):
+                owed = rank.abandon()
+                rank.state, rank.reason = "stalled", f"no progress for {quiet_s:.1f} s in layer {rank.last_layer}"
+                log.warning("%s showed no progress for %.1f s%s", where, quiet_s, _owing(owed, rank.last_layer))
+                events.append(Lost(rank.rank, owed, dead=False))
+                self.changed = True
+            elif found == "moves":
+                rank.state, rank.reason = "serving", ""
+                log.info("%s moves again; it rejoins once it has answered", where)
+                self.changed = True
+        return events
+
+    def _from_launcher(self) -> tuple[Any, list[int]] | None:
+        try:
+            return supervision.receive(self._launcher)
+        except (EOFError, OSError) as error:
+            raise ShutdownError("the launcher is gone") from error
+
+    def _told(self, message: Any, fds: list[int]) -> list[Event]:
+        if isinstance(message, supervision.Shutdown):
+            raise ShutdownError(message.reason)
+        if isinstance(message, supervision.WorkerStarted) and len(fds) == 1:
+            rank = self.ranks[message.rank]
+            events = self._died(rank)
+            rank.start(message.incarnation, message.pid, fds[0], time.monotonic())
+            self._pidfds[fds[0]] = rank.rank
+            self._poll.register(fds[0], select.POLLIN)
+            self.changed = True
+            return events
+        if isinstance(message, supervision.WorkerGone):
+            rank = self.ranks[message.rank]
+            events = self._died(rank) if rank.incarnation == message.incarnation else []
+            if rank.incarnation == message.incarnation or rank.state in ("down", "gone"):
+                rank.state, rank.reason = ("down" if message.returns else "gone"), message.reason
+                self.changed = True
+            owed = self._owed_at_death.pop((message.rank, message.incarnation), [])
+            return [*events, Crashed(message.rank, owed, message.reason)]
+        for fd in fds:
+            os.close(fd)
+        return []
+
+    def _tell(self, message: Any) -> bool:
+        """To the launcher, without waiting."""
+        with contextlib.suppress(OSError):
+            return supervision.send(self._launcher, message)
+        return False
+
+    def fatal(self, exit_code: int, error: str) -> None:
+        """Tell the launcher why the run cannot go on."""
+        self._tell(supervision.Fatal(exit_code, error))
+
+    def _report(self) -> None:
+        now_s = time.monotonic()
+        if self.status is None or not (self.changed or now_s - self._status_at >= STATUS_EVERY_S):
+            return
+        self.changed = not self._tell(self.status())
+        self._status_at = now_s
+
+    def rank_status(self) -> list[list[int | str | dict[str, int]]]:
+        """supervision.RankStatus of every rank, as lists."""
+        return [
+            [r.rank, r.incarnation, "down" if r.state == "gone" else r.state, r.reason, r.last_layer, r.calls, r.resends, r.dropped,
+             r.device, r.backend, r.rung, r.bytes_by_rung, r.pid]
+            for r in self.ranks
+        ]  # fmt: skip
+
+    def _hub_stirs(self) -> None:
+        self._hub.may_have = True
+
+    def _launcher_gone(self) -> None:
+        raise ShutdownError("the launcher is gone")
+
+
+def _owing(pieces: list[Piece], layer: int) -> str:
+    experts = [e for piece in pieces for e in piece.experts]
+    return f"; dealing again, layer {layer}: experts {' '.join(map(str, experts))}" if experts else ""
