@@ -1,15 +1,19 @@
 """The header of one safetensors file: an 8-byte length, JSON, then the tensors without gaps.
 
-`parse` is pure and total: whatever the bytes, it returns entries and problems, never raises. Offsets are relative to
-`data_start`, as in the file.
+`parse` is pure and total: whatever the bytes, it returns columns and problems, never raises. A big checkpoint has
+96,000 tensors, so a sound header is checked as columns; only one with problems is walked tensor by tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from evrun.expert_worker.wire.checkpoint.dtypes import ITEM_BYTES
 
@@ -18,22 +22,23 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_RANK = 8
 
-
-class Entry(NamedTuple):
-    """One tensor of a header. `start` and `end` are bytes after `data_start`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+Spec = tuple[str, tuple[int, ...]]
+"""(dtype of the header, shape)."""
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says, and what is wrong with it: one text per problem, without the file's name."""
+    """What a header says, one column entry per tensor. With `problems` (texts without the file's name) it is empty."""
 
     data_start: int = 0
-    entries: dict[str, Entry] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    kinds: list[Spec] = field(default_factory=list)
+    """The distinct (dtype, shape) of this file."""
+    kind_of: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    starts: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    ends: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Bytes after `data_start`."""
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -64,73 +69,93 @@ def parse(text: bytes, file_bytes: int) -> Header:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Header(problems=[f"the header is not JSON ({type(error).__name__}: {str(error)[:80]}); copy the file again"])
+        return Header(problems=[f"the header is not JSON ({type(error).__name__}: {str(error)[:80]!a}); copy the file again"])
     if not isinstance(raw, dict):
         return Header(problems=[f"expected a JSON object as header, found {type(raw).__name__}; copy the file again"])
-    data_start = LENGTH_BYTES + len(text)
-    room = file_bytes - data_start
     raw.pop("__metadata__", None)
-    entries: dict[str, Entry] = {}
-    problems: list[str] = []
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    past_end: list[str] = []
-    last = 0
-    for name, item in raw.items():
-        try:
-            dtype, shape, (start, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-            size = sizes.get((dtype, shape), -1)
-        except (TypeError, KeyError, ValueError):
-            problems.append(f"{shown(name)}: expected dtype, shape and two data_offsets, found {item!r:.120}")
-            continue
-        if size < 0:
-            size, wrong = _size(dtype, shape)
-            if wrong:
-                problems.append(f"{shown(name)}: {wrong}")
-                continue
-            sizes[dtype, shape] = size
-        if type(start) is not int or type(end) is not int or start < 0 or end < start:
-            problems.append(f"{shown(name)}: expected data_offsets 0 <= start <= end, found [{start!r:.40}, {end!r:.40}]")
-            continue
-        if end - start != size:
-            problems.append(f"{shown(name)}: {dtype} {list(shape)} takes {size} bytes, data_offsets [{start}, {end}] hold {end - start}")
-            continue
-        if end > room:
-            past_end.append(name)
-            last = max(last, end)
-            continue
-        entries[name] = Entry(dtype, shape, start, end)
-    if past_end:
-        problems.append(
-            f"truncated: expected {data_start + last} bytes, found {file_bytes}; {len(past_end)} tensors reach beyond the end, "
-            f"first {shown(past_end[0])}; copy the file again"
-        )
-    warnings: list[str] = []
-    if not problems:
-        problems, used = _gaps(entries)
-        if not problems and used < room:
-            warnings.append(f"{room - used} bytes after the last tensor, ignored (file {file_bytes} bytes, {data_start + used} used)")
-    return Header(data_start, entries, problems, warnings)
+    data_start = LENGTH_BYTES + len(text)
+    header = _columns(raw, data_start, file_bytes)
+    if header is None:
+        problems = _walk(raw, data_start, file_bytes)
+        return Header(data_start, problems=problems or ["the header is malformed; copy the file again"])
+    return header
+
+
+def _columns(raw: Mapping[str, Any], data_start: int, file_bytes: int) -> Header | None:
+    """The header when everything about it is right, else None."""
+    try:
+        pairs = [item["data_offsets"] for item in raw.values()]
+        per_tensor = [(item["dtype"], tuple(item["shape"])) for item in raw.values()]
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(per_tensor))}
+        sizes = [_size(dtype, shape)[0] for dtype, shape in kinds]
+        if set(map(len, pairs)) - {2} or {type(n) for pair in pairs for n in pair} - {int} or min(sizes, default=0) < 0:
+            return None
+        extents = np.array(pairs, np.int64).reshape(-1, 2)
+        size_of_kind = np.array(sizes, np.int64)
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return None
+    kind_of = np.array([kinds[kind] for kind in per_tensor], np.int64)
+    starts, ends = extents[:, 0].copy(), extents[:, 1].copy()
+    order = np.lexsort((ends, starts))
+    in_order = np.concatenate([[0], ends[order]])
+    used = int(in_order[-1])
+    sized = bool((ends - starts == size_of_kind[kind_of]).all())
+    if not sized or not (starts[order] == in_order[:-1]).all() or data_start + used > file_bytes:
+        return None
+    spare = file_bytes - data_start - used
+    warnings = [f"{spare} bytes after the last tensor, ignored (file {file_bytes} bytes, {data_start + used} used)"] if spare else []
+    return Header(data_start, list(raw), list(kinds), kind_of, starts, ends, [], warnings)
 
 
 def _size(dtype: object, shape: tuple[object, ...]) -> tuple[int, str]:
-    """(bytes, "") of a tensor, or (0, what is wrong with it)."""
+    """(bytes, "") of a tensor, or (-1, what is wrong with it)."""
     item = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item is None:
-        return 0, f"unknown dtype {dtype!r:.40}; known: {', '.join(ITEM_BYTES)}"
+        return -1, f"unknown dtype {dtype!a:.40}; known: {', '.join(ITEM_BYTES)}"
     dims = [d for d in shape[:MAX_RANK] if type(d) is int and 0 <= d < 1 << 62]
     if len(dims) != len(shape):
-        return 0, f"expected a shape of at most {MAX_RANK} non-negative integers, found {list(shape)!r:.80}"
+        return -1, f"expected a shape of at most {MAX_RANK} non-negative integers, found {list(shape)!a:.80}"
     return item * math.prod(dims), ""
 
 
-def _gaps(entries: dict[str, Entry]) -> tuple[list[str], int]:
-    """(problems, end of the last tensor): extents must follow each other without overlap or hole."""
+def _walk(raw: Mapping[str, Any], data_start: int, file_bytes: int) -> list[str]:
+    """Every problem of a header, tensor by tensor."""
+    problems: list[str] = []
+    sound: list[tuple[int, int, str]] = []
+    for name, item in raw.items():
+        try:
+            dtype, shape, (start, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            problems.append(f"{shown(name)}: expected dtype, shape and two data_offsets, found {item!a:.120}")
+            continue
+        size, wrong = _size(dtype, shape)
+        if wrong:
+            problems.append(f"{shown(name)}: {wrong}")
+        elif type(start) is not int or type(end) is not int or start < 0 or end < start:
+            problems.append(f"{shown(name)}: expected data_offsets 0 <= start <= end, found [{start!a:.40}, {end!a:.40}]")
+        elif end - start != size:
+            problems.append(f"{shown(name)}: {dtype} {list(shape)} takes {size} bytes, data_offsets [{start}, {end}] hold {end - start}")
+        else:
+            sound.append((start, end, name))
+    sound.sort()
+    past_end = [name for _, end, name in sound if data_start + end > file_bytes]
+    if past_end:
+        needed = data_start + max(end for _, end, _ in sound)
+        reach = f"{len(past_end)} tensors reach beyond the end, first {shown(past_end[0])}"
+        problems.append(f"truncated: expected {needed} bytes, found {file_bytes}; {reach}; copy the file again")
+    if len(sound) == len(raw):
+        problems += _gaps(sound)
+    return problems
+
+
+def _gaps(extents: list[tuple[int, int, str]]) -> list[str]:
+    """Ascending extents must follow each other without overlap or hole."""
     problems = []
     at, before = 0, "the header"
-    for start, end, name in sorted((e.start, e.end, name) for name, e in entries.items()):
+    for start, end, name in extents:
         if start != at:
             wrong = "overlap" if start < at else f"leave a hole of {start - at} bytes after"
             problems.append(f"{shown(name)}: data_offsets [{start}, {end}] {wrong} {shown(before)}, which ends at {at}")
         if end >= at:
             at, before = end, name
-    return problems, at
+    return problems

@@ -69,6 +69,7 @@ class Checkpoint:
         self._identities = [s.identity for s in shards]
         self._maps: list[mmap.mmap | None] = [None] * len(shards)
         self._others = catalog.others
+        self._numbering = catalog.numbering
         self._expert_offsets = catalog.expert_offsets
         self._expert_shards = catalog.expert_shards
         self._expert_parts = [
@@ -105,30 +106,26 @@ class Checkpoint:
         problems += wrong_index
         if wrong_index:
             raise CheckpointError(str(directory), problems)
-        by_shard: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            by_shard.setdefault(file, []).append(name)
-        catalog = Catalog(config, weight_map) if config else None
-        if catalog:
-            catalog.check_names(str(directory / INDEX_FILE))
+        catalog = Catalog(config) if config else None
+        by_shard = catalog.sort(weight_map, str(directory / INDEX_FILE)) if catalog else {}
         shards: list[Shard] = []
         warnings: list[str] = []
-        for file in sorted(by_shard):
-            named = by_shard[file]
+        for file in sorted(set(weight_map.values())):
             path = directory / file
             shard, cause = read_shard(path)
             if shard is None:
-                problems.append(f"{path}: {cause}; the index places {len(named)} tensors here, copy the file again")
+                count = sum(f == file for f in weight_map.values())
+                problems.append(f"{path}: {cause}; the index places {count} tensors here, copy the file again")
                 continue
             problems += [f"{path}: {line}" for line in shard.header.problems]
             warnings += [f"{path}: {line}" for line in shard.header.warnings]
             if identity is not None and (cause := identity_problem(shard, identity)):
                 problems.append(f"{path}: {cause}")
-            unnamed = shard.header.entries.keys() - set(named)
-            if unnamed:
-                warnings.append(f"{path}: {len(unnamed)} tensors that the index does not place here are ignored, first {min(unnamed)}")
             if catalog and not shard.header.problems:
-                catalog.take(str(path), len(shards), shard.header.data_start, named, shard.header.entries)
+                catalog.take(str(path), len(shards), by_shard[file], shard.header)
+                ignored = len(shard.header.names) - len(by_shard[file])
+                if ignored > 0:
+                    warnings.append(f"{path}: {ignored} tensors that the index does not place here are ignored")
             shards.append(shard.without_header())
         problems += catalog.findings.lines() if catalog else []
         if problems or config is None or catalog is None:
@@ -136,7 +133,7 @@ class Checkpoint:
         if total_size is not None and total_size != catalog.tensor_bytes:
             found = f"metadata.total_size says {total_size} bytes, the tensors take {catalog.tensor_bytes}"
             warnings.append(f"{directory / INDEX_FILE}: {found}")
-        extra = extra_files(directory, set(by_shard))
+        extra = extra_files(directory, set(weight_map.values()))
         warnings += [f"{directory / name}: not named by the index, ignored" for name in extra]
         return cls(directory, config, shards, catalog, warnings)
 
@@ -145,7 +142,7 @@ class Checkpoint:
         return dict(zip(self._resolved, self._identities, strict=True))
 
     def has(self, name: str) -> bool:
-        return name in self._others or self._expert_number(name) is not None
+        return name in self._others or self._numbering.number(name) is not None
 
     def tensor(self, name: str) -> Tensor:
         """Any tensor of the index. Raises KeyError for an unknown name, CheckpointError when the shard was replaced."""
@@ -154,10 +151,10 @@ class Checkpoint:
             shape = _view_shape(place.dtype, place.shape)
             data: U8 = np.ndarray(shape, np.uint8, self._map(place.shard), place.offset)
             return Tensor(name, place.dtype, place.shape, self._paths[place.shard], place.offset, data)
-        number = self._expert_number(name)
+        number = self._numbering.number(name)
         if number is None:
             raise KeyError(f"{self.directory}: the checkpoint has no tensor {name}")
-        layer, expert, part = number
+        layer, expert, part = (int(i) for i in np.unravel_index(number, self._expert_offsets.shape))
         return self.expert(layer, expert)[part]
 
     def expert(self, layer: int, expert: int) -> Expert:
@@ -187,14 +184,6 @@ class Checkpoint:
         if found is None:
             found = self._maps[shard] = _open_map(self._paths[shard], self._identities[shard])
         return found
-
-    def _expert_number(self, name: str) -> tuple[int, int, int] | None:
-        fields = name.split(".", 5)
-        if len(fields) != 6 or fields[5] not in EXPERT_PARTS or not fields[1].isdecimal() or not fields[4].isdecimal():
-            return None
-        layer, expert = int(fields[1]), int(fields[4])
-        inside = layer < self.config.num_hidden_layers and expert < self.config.n_routed_experts
-        return (layer, expert, EXPERT_PARTS.index(fields[5])) if inside and name == expert_name(layer, expert, fields[5]) else None
 
 
 def _directory_problems(directory: Path) -> list[str]:

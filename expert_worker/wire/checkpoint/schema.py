@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
+from evrun.expert_worker.wire.checkpoint.header import Spec
 
 BLOCK = 32
 """fp8 tiles are 32 x 32, fp4 groups and Engram scale groups 32 columns, whatever the geometry."""
 
 SKIPPED_PREFIXES = ("mtp.", "vision.", "aligner.", "image_")
 SKIPPED_SUFFIX = ".ffn.gate.bias_vl"
-
-Spec = tuple[str, tuple[int, ...]]
-"""(dtype of the header, shape)."""
 
 EXPERT_PARTS = ("w1.weight", "w1.scale", "w3.weight", "w3.scale", "w2.weight", "w2.scale")
 """The six tensors of one routed expert, in the order in which `Checkpoint.expert` returns them."""
