@@ -12,7 +12,8 @@ import logging
 import os
 import queue
 import threading
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from evrun.expert_worker.wire.codec import MAX_BYTES, CodecError
@@ -21,6 +22,7 @@ from evrun.expert_worker.wire.requests import Cancel, Finished, Generate, Queued
 
 SEND_QUEUE = 4096
 """Messages a client may lag behind before its request is cancelled."""
+REQUEST_WITHIN_S = 10.0
 log = logging.getLogger("requests")
 
 
@@ -64,7 +66,8 @@ class RequestServer:
     """Accepts clients and queues their jobs; the engine takes one at a time."""
 
     def __init__(self, path: str, secret: str, max_queue: int) -> None:
-        self._listener = Listener(path, "AF_UNIX", backlog=64, authkey=secret.encode())
+        self._listener = Listener(path, "AF_UNIX", backlog=64)
+        self._secret = secret.encode()
         os.chmod(path, 0o600)
         self._max_queue = max_queue
         self._lock = threading.Lock()
@@ -110,22 +113,16 @@ class RequestServer:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except Exception as error:  # a peer without the secret, or one that left in the middle of the handshake
-                if self._closed:
-                    return
-                log.warning("a client was turned away: %s", error or type(error).__name__)
+            except OSError as error:
+                if not self._closed:
+                    log.warning("a client was turned away: %s", error)
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="client", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         with connection:
-            try:
-                request = codec.decode(connection.recv_bytes(MAX_BYTES))
-            except (EOFError, OSError, CodecError) as error:
-                log.warning("a client's request was dropped: %s", error or type(error).__name__)
-                return
-            if not isinstance(request, Generate):
-                log.warning("a client's request was dropped: %s is not a request", type(request).__name__)
+            request = self._hear(connection)
+            if request is None:
                 return
             job = Job(request)
             writer = threading.Thread(target=job.write_to, args=(connection,), name="writer", daemon=True)
@@ -140,16 +137,27 @@ class RequestServer:
                     break
             writer.join(1.0)
 
+    def _hear(self, connection: Connection) -> Generate | None:
+        """The client's request, once it has shown that it knows the secret. None: turned away, and the log says why."""
+        try:
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+            request = codec.decode(connection.recv_bytes(MAX_BYTES)) if connection.poll(REQUEST_WITHIN_S) else None
+        except (AuthenticationError, EOFError, OSError, CodecError) as error:
+            log.warning("a client was turned away: %s", str(error) or type(error).__name__)
+            return None
+        if not isinstance(request, Generate):
+            log.warning("a client was turned away: it sent no request")
+            return None
+        return request
+
     def _queue(self, job: Job) -> None:
         with self._lock:
-            ahead = len(self._waiting) + (self._running is not None)
-            full = len(self._waiting) >= self._max_queue
-            if not full and not self._closed:
+            if self._closed:
+                job.say(Refused(RUNNING, "the run ends"))
+            elif len(self._waiting) >= self._max_queue:
+                job.say(Refused(USAGE, f"{self._max_queue} requests are waiting already, which is the limit; try again later"))
+            else:
+                job.say(Queued(len(self._waiting) + (self._running is not None)))
                 self._waiting.append(job)
-        if self._closed:
-            job.say(Refused(RUNNING, "the run ends"))
-        elif full:
-            job.say(Refused(USAGE, f"{self._max_queue} requests are waiting already, which is the limit; try again later"))
-        else:
-            job.say(Queued(ahead))
-            os.eventfd_write(self.wake_fd, 1)
+        os.eventfd_write(self.wake_fd, 1)

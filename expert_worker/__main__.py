@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 
-from evrun.expert_worker import device
+from evrun.expert_worker.wire import child
 from evrun.expert_worker.spec import WorkerSpec
 
 
@@ -17,8 +17,8 @@ def main(spec_path: str) -> int:
     started = time.monotonic()
     os.umask(0o077)
     spec = WorkerSpec.load(spec_path)
-    device.die_with_parent(spec.launcher_pid)
-    device.pin(spec.cpus, spec.threads)
+    child.die_with_parent(spec.launcher_pid)
+    child.pin(spec.cpus, spec.threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
 
     from evrun.expert_worker.wire import logs

@@ -30,7 +30,8 @@ def probe() -> str | None:
 
 
 def create(shape: FfnShape, max_tokens: int, top_k: int, threads: int, cpus: Sequence[int] | None = None) -> TorchReference:
-    """`threads` is ignored: see the module."""
+    """`threads` is ignored, and torch is held to one thread in this process: see the module."""
+    torch.set_num_threads(1)
     return TorchReference(shape)
 
 
@@ -51,7 +52,6 @@ class TorchReference:
 
     def __init__(self, shape: FfnShape) -> None:
         self.shape = shape
-        torch.set_num_threads(1)
 
     def call(
         self,

@@ -1,4 +1,4 @@
-"""Where this process runs: its cores, its threads, and its end when the launcher ends. Comes before heavy imports."""
+"""A process of a run: its cores, its threads, and its end when the launcher ends. Comes before heavy imports."""
 
 from __future__ import annotations
 
