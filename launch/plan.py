@@ -1,0 +1,259 @@
+"""From what was asked for and what is there to what is started: pure, so any machine can be planned on any other.
+
+`make_plan` replaces every `auto`; `Plan.coordinator_spec` and `Plan.worker_spec` then say what one incarnation of one
+process is started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evrun.coordinator.spec import CoordinatorSpec
+from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig
+from evrun.expert_worker.wire.errors import DeviceError, UsageError
+from evrun.expert_worker.wire.slots import SlotLayout
+from evrun.launch.config import RUNGS, RequestConfig, RunConfig
+from evrun.launch.devices import Card, Machine
+
+DEFAULT_WORLD = 4
+DEFAULT_MAX_CONTEXT = 32768
+NO_CARD_BACKEND = "this build has no card backend"
+CPU_RUNG = "in-place"
+
+Fault = dict[str, str | int | float]
+Identity = Mapping[str, tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one process runs."""
+
+    device: str
+    """`cpu` or `cuda:GPU-<uuid>`."""
+    cause: str
+    """Why this device and no card; empty for a card."""
+    cpus: tuple[int, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Addresses and descriptors of one run, as every spec holds them."""
+
+    run_id: str
+    secret: str
+    hub_address: str
+    requests_path: str
+    call_fd: int
+    call_read_fd: int
+    reply_fds: list[int]
+    request_bell_fds: list[int]
+    reply_bell_fds: list[int]
+    lifeline_fd: int
+    launcher_pid: int
+    cache_dir: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run with nothing left open."""
+
+    config: RunConfig
+    world: int
+    ranks: tuple[Seat, ...]
+    coordinator: Seat
+    max_context: int
+    prefill_chunk: int
+    layout: SlotLayout
+    identity: Identity
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    """For people: devices and cores, one line each."""
+
+    def coordinator_spec(self, wiring: Wiring, incarnation: int, supervision_fd: int) -> CoordinatorSpec:
+        config = self.config
+        return CoordinatorSpec(
+            run_id=wiring.run_id,
+            name=config.name,
+            secret=wiring.secret,
+            incarnation=incarnation,
+            world_size=self.world,
+            checkpoint=config.checkpoint,
+            device=self.coordinator.device,
+            cpus=list(self.coordinator.cpus),
+            threads=self.coordinator.threads,
+            numerics=config.numerics,
+            dtype=config.dtype,
+            dense_dtype=config.dense_dtype,
+            deal=config.deal,
+            combine=config.combine,
+            prefill_chunk=self.prefill_chunk,
+            max_context=self.max_context,
+            on_loss=config.on_loss,
+            transport=config.transport,
+            stall_timeout_s=config.stall_timeout,
+            kill_timeout_s=config.kill_timeout,
+            first_call_timeout_s=config.first_call_timeout,
+            start_timeout_s=config.start_timeout,
+            hub_address=wiring.hub_address,
+            requests_path=wiring.requests_path,
+            supervision_fd=supervision_fd,
+            call_fd=wiring.call_fd,
+            reply_fds=wiring.reply_fds,
+            request_bell_fds=wiring.request_bell_fds,
+            reply_bell_fds=wiring.reply_bell_fds,
+            lifeline_fd=wiring.lifeline_fd,
+            launcher_pid=wiring.launcher_pid,
+            cache_dir=wiring.cache_dir,
+            check_payload=config.check_payload,
+            log_level=config.log_level,
+            faults=faults_for(self.faults, "coordinator", incarnation),
+        )
+
+    def worker_spec(self, wiring: Wiring, rank: int, incarnation: int) -> WorkerSpec:
+        config, seat = self.config, self.ranks[rank]
+        return WorkerSpec(
+            run_id=wiring.run_id,
+            name=config.name,
+            secret=wiring.secret,
+            rank=rank,
+            world_size=self.world,
+            incarnation=incarnation,
+            checkpoint=config.checkpoint,
+            shard_identity=dict(self.identity),
+            device=seat.device,
+            cpus=list(seat.cpus),
+            threads=seat.threads,
+            backend=config.cpu_kernel,
+            numerics=config.numerics,
+            dtype=config.dtype,
+            combine=config.combine,
+            prefill_chunk=self.prefill_chunk,
+            transport=config.transport,
+            hub_address=wiring.hub_address,
+            call_fd=wiring.call_read_fd,
+            reply_fd=wiring.reply_fds[rank],
+            request_bell_fd=wiring.request_bell_fds[rank],
+            reply_bell_fd=wiring.reply_bell_fds[rank],
+            lifeline_fd=wiring.lifeline_fd,
+            launcher_pid=wiring.launcher_pid,
+            log_level=config.log_level,
+            faults=faults_for(self.faults, rank, incarnation),
+        )
+
+
+def make_plan(
+    config: RunConfig,
+    machine: Machine,
+    model: ModelConfig,
+    identity: Identity,
+    faults: Sequence[Fault] = (),
+    no_backend: str = NO_CARD_BACKEND,
+) -> Plan:
+    """Raises UsageError (context), DeviceError (a card or a rung that was asked for is not there).
+
+    no_backend  why no card can be used even where there is one; empty when cards can
+    """
+    world = len(config.workers) or config.world or len(machine.cards) or DEFAULT_WORLD
+    max_context = context_limit(config.max_context, model)
+    placed = [device_for_rank(rank, config, machine.cards, machine.no_card, no_backend) for rank in range(world)]
+    shares, shared_note = divide_cores(machine.cores, world + 1)
+    ranks = tuple(_seat(device, cause, share) for (device, cause), share in zip(placed, shares[1:], strict=True))
+    for rank, seat in enumerate(ranks):
+        if config.require is not None and seat.device == "cpu" and falls_short(CPU_RUNG, config.require):
+            asked = f"--require {config.require}: rank {rank} runs on the CPU, whose rows are {CPU_RUNG}"
+            raise DeviceError(f"{asked} ({seat.cause or 'asked for'}); use a card or drop --require")
+    chunk = min(config.prefill_chunk, max_context)
+    layout = SlotLayout.of(model, world, chunk, config.dtype, config.combine)
+    notes = [f"rank {rank} on the CPU: {seat.cause}" for rank, seat in enumerate(ranks) if seat.cause]
+    notes.append(f"cores: {machine.cores_note}; {describe_shares(shares)}{shared_note}")
+    coordinator = _seat("cpu", "", shares[0])
+    return Plan(config, world, ranks, coordinator, max_context, chunk, layout, identity, tuple(faults), tuple(notes))
+
+
+def device_for_rank(rank: int, config: RunConfig, cards: Sequence[Card], no_card: str, no_backend: str) -> tuple[str, str]:
+    """(device, why not a card) of one rank. Raises DeviceError where a card was asked for by name and cannot be had.
+
+    `auto` gives rank r the card r; `--workers cuda:K` names the K-th card that is visible.
+    """
+    wanted = config.workers[rank] if config.workers else config.device
+    if wanted == "cpu":
+        return "cpu", ""
+    index = int(wanted[5:]) if wanted.startswith("cuda:") else rank
+    cause = no_backend if cards and no_backend else "" if index < len(cards) else no_card
+    if not cause:
+        return f"cuda:{cards[index].uuid}", ""
+    if wanted == "auto":
+        return "cpu", cause
+    source = f"--workers {wanted}" if config.workers else "--device cuda"
+    raise DeviceError(f"{source}: rank {rank} cannot have a card: {cause}; use --device auto or --device cpu")
+
+
+def context_limit(asked: int | None, model: ModelConfig) -> int:
+    """Most positions of a request. Raises UsageError with both numbers when the model has fewer."""
+    most = model.max_position_embeddings
+    if asked is None:
+        return min(most, DEFAULT_MAX_CONTEXT)
+    if asked > most:
+        raise UsageError(f"--max-context: expected at most {most}, the model's maximum, found {asked}")
+    return asked
+
+
+def check_request(request: RequestConfig, model: ModelConfig, max_context: int) -> None:
+    """What can be said of a request before anything is started. Raises UsageError."""
+    for position, token in enumerate(request.prompt_ids):
+        if token >= model.vocab_size:
+            raise UsageError(f"--prompt-ids: expected ids below {model.vocab_size}, the vocabulary, found {token} at position {position}")
+    if len(request.prompt_ids) > max_context:
+        raise UsageError(f"--prompt-ids: {len(request.prompt_ids)} tokens, but the context holds at most {max_context}; see --max-context")
+    if request.top_logits > model.vocab_size:
+        raise UsageError(f"--top-logits: expected at most {model.vocab_size}, the vocabulary, found {request.top_logits}")
+
+
+def falls_short(rung: str, required: str) -> bool:
+    """Whether rows come from a lower rung than required."""
+    return rung not in RUNGS or RUNGS.index(rung) > RUNGS.index(required)
+
+
+def divide_cores(cores: Sequence[tuple[int, ...]], processes: int) -> tuple[list[list[tuple[int, ...]]], str]:
+    """(cores of each process, a remark): equal shares, what is left over one each from the first process on.
+
+    With fewer cores than processes each gets one, in turn, so that no process has more threads than cores.
+    """
+    if len(cores) < processes:
+        return [[cores[i % len(cores)]] for i in range(processes)], f"; {processes} processes share {len(cores)} core(s)"
+    each, rest = divmod(len(cores), processes)
+    shares, start = [], 0
+    for i in range(processes):
+        end = start + each + (i < rest)
+        shares.append(list(cores[start:end]))
+        start = end
+    return shares, ""
+
+
+def describe_shares(shares: Sequence[Sequence[tuple[int, ...]]]) -> str:
+    """`coordinator 0-1, rank 0: 2, ...` by each core's first CPU."""
+    named = [_ranges([core[0] for core in share]) for share in shares]
+    return ", ".join([f"coordinator {named[0]}", *(f"rank {rank}: {cpus}" for rank, cpus in enumerate(named[1:]))])
+
+
+def faults_for(faults: Sequence[Fault], whom: int | str, incarnation: int) -> list[Fault]:
+    """The scripted faults of one process: its `rank` (a number or `coordinator`), and its `incarnation` where that is given."""
+    return [f for f in faults if f.get("rank", whom) == whom and f.get("incarnation", incarnation) == incarnation]
+
+
+def _seat(device: str, cause: str, share: Sequence[tuple[int, ...]]) -> Seat:
+    return Seat(device, cause, tuple(cpu for core in share for cpu in core), len(share))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2,5`."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
