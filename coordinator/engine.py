@@ -102,7 +102,9 @@ class Engine:
         """Note a new token; whether the request is done with it."""
         request = job.request
         progress.token_ids.append(token)
-        candidates = [[i, self._text.piece(i), value] for i, value in best(logits, request.top_logits)] if request.top_logits else []
+        candidates: list[list[int | str | float]] = []
+        if request.top_logits:
+            candidates = [[i, self._text.piece(i), value] for i, value in best(logits, request.top_logits)]
         ended = token == self._model.config.eos_token_id and not request.ignore_eos
         text = "" if ended else progress.text.add(token)
         full = len(progress.token_ids) >= request.max_new_tokens

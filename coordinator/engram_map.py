@@ -74,10 +74,10 @@ def cached_token_map(directory: str | Path, config: ModelConfig, cache_dir: str 
     if kept is not None:
         return kept
     found = token_map(path, config.vocab_size)
-    distinct = _distinct(found)
-    if distinct != config.engram_compressed_vocab_size:
+    size = distinct(found)
+    if size != config.engram_compressed_vocab_size:
         expected = f"engram_compressed_vocab_size {config.engram_compressed_vocab_size}"
-        problem = f"{path}: expected {expected} distinct normalised tokens, found {distinct}; tokenizer and config do not belong together"
+        problem = f"{path}: expected {expected} distinct normalised tokens, found {size}; tokenizer and config do not belong together"
         raise CheckpointError(str(directory), [problem])
     _store(cache, found)
     return found
@@ -98,7 +98,8 @@ def _normaliser() -> normalizers.Normalizer:
     )
 
 
-def _distinct(values: I32) -> int:
+def distinct(values: I32) -> int:
+    """How many different values a map has: `engram_compressed_vocab_size` when it is right."""
     return int(np.unique(values).size)
 
 
@@ -110,7 +111,7 @@ def _load(cache: Path, config: ModelConfig) -> I32 | None:
     except (OSError, ValueError, EOFError):
         return None
     right = isinstance(kept, np.ndarray) and kept.dtype == np.int32 and kept.shape == (config.vocab_size,)
-    return kept if right and _distinct(kept) == config.engram_compressed_vocab_size else None
+    return kept if right and distinct(kept) == config.engram_compressed_vocab_size else None
 
 
 def _store(cache: Path, values: I32) -> None:

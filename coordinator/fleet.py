@@ -151,6 +151,12 @@ class Fleet:
             self._hub.send(rank.rank, rank.incarnation, stop)
         self._hub.close()
 
+    def release(self) -> None:
+        """Close the descriptors this fleet made."""
+        self._launcher.close()
+        for fd in self._pidfds:
+            os.close(fd)
+
     def _take(self) -> list[Event]:
         """Messages of workers and of the launcher, without waiting."""
         events: list[Event] = []

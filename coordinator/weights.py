@@ -77,7 +77,8 @@ class MappedTable:
         if bad.any():
             row = int(rows[bad.any(-1)].flat[0])
             where = f"{self._tensor.shard}: {self._tensor.name}, row {row}"
-            raise PayloadError(f"{where}: NaN or infinity in {self._tensor.dtype}; the file is damaged or was written wrongly: copy it again")
+            what = f"NaN or infinity in {self._tensor.dtype}"
+            raise PayloadError(f"{where}: {what}; the file is damaged or was written wrongly: copy it again")
         return torch.from_numpy(data).view(_TORCH[self._tensor.dtype])
 
     def _bad(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

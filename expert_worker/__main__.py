@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 
-from evrun.expert_worker.wire import child
 from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.wire import child
 
 
 def main(spec_path: str) -> int:

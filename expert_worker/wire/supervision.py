@@ -8,8 +8,6 @@ sender never blocks: a packet that does not fit is dropped and the next one tell
 from __future__ import annotations
 
 import array
-import contextlib
-import os
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,7 @@ from evrun.expert_worker.wire.codec import Codec
 
 codec = Codec("supervision")
 MAX_PACKET = 160 << 10
+MAX_FDS = 4
 
 
 @codec.register
@@ -125,15 +124,17 @@ def send(sock: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> bool:
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]] | None:
     """One packet without blocking: (message, descriptors), or None when there is none. Raises EOFError at the end."""
-    try:
-        data, fds, _flags, _ = socket.recv_fds(sock, MAX_PACKET, 4, socket.MSG_DONTWAIT)
+    room = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    try:  # not socket.recv_fds: it ignores its flags before CPython 3.12
+        data, ancillary, _flags, _address = sock.recvmsg(MAX_PACKET, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         return None
     except ConnectionResetError as error:
         raise EOFError("the peer is gone") from error
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if not data:
-        for fd in fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
         raise EOFError("the peer is gone")
-    return codec.decode(data), fds
+    return codec.decode(data), list(fds)
