@@ -15,6 +15,8 @@ import click
 
 from evrun.launch.screen import Loading, Terminal
 
+FIRST_S = 0.5
+"""Nothing is said about what takes less."""
 REFRESH_S = 0.1
 
 SIZES = {
@@ -134,7 +136,7 @@ class _Reporter:
     def __init__(self, terminal: Terminal, what: str) -> None:
         self._terminal = terminal
         self._what = what
-        self._next_s = 0.0
+        self._next_s = time.monotonic() + FIRST_S
 
     def __call__(self, done: int, total: int) -> None:
         now_s = time.monotonic()

@@ -117,10 +117,10 @@ _FULL_ROWS = _SMALL | {
 }
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": ("6 layers, 12 experts of 96 x 160, no two sizes equal: for tests, 2 MB", _COMMON | _TINY),
-    "small": ("12 layers, 48 experts of 512 x 384: for trying things out, 0.25 GB", _COMMON | _SMALL),
+    "tiny": ("6 layers, 12 experts of 96 x 160, no two sizes equal: for tests, 4 MB", _COMMON | _TINY),
+    "small": ("12 layers, 48 experts of 512 x 384: for trying things out, 0.2 GB", _COMMON | _SMALL),
     "full-rows": (
-        "2 layers, 12 experts of the release's 5120 x 2304, the rest small: for kernels and transport, 0.6 GB",
+        "2 layers, 12 experts of the release's 5120 x 2304, the rest small: for kernels and transport, 0.7 GB",
         _COMMON | _FULL_ROWS,
     ),
     "release": ("the release's own geometry: 40 layers, 384 experts, Engram: 501 GB", _COMMON | _RELEASE),

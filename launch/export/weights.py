@@ -1,7 +1,7 @@
 """Random weights with sane statistics: logits of std 2-3, well spread expert choice, streams of ordinary size.
 
 Every tensor has its own generator, seeded with (seed, name): its bytes depend neither on the shard nor on the order.
-Codes are drawn as raw bits: E2M1 codes uniformly, E4M3 codes through a 256-entry table of normal quantiles; the scales
+Codes are drawn as raw bits: E2M1 codes uniformly, E4M3 codes through a table of normal quantiles; the scales
 then set the wanted size, as a mixture of two neighbouring powers of two. No NaN code and no E8M0 byte 255 occurs.
 """
 
@@ -99,9 +99,9 @@ class RandomWeights:
         if dtype == "I8":
             yield from _bits(rng, count)
         elif dtype == "F8_E4M3":
-            table = _e4m3_table()
+            pairs = _e4m3_pairs()
             for piece in _bits(rng, count):
-                yield table[piece]
+                yield pairs[piece.view(np.uint16)]
         elif dtype == "F8_E8M0":
             columns = self._columns(stem)
             std = recipe.gain / math.sqrt(columns) if recipe.gain else recipe.std
@@ -166,6 +166,13 @@ def _mix_base(rng: np.random.Generator, streams: int) -> F32:
 def _normal_quantiles(count: int) -> F32:
     normal = NormalDist()
     return np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)], np.float32)
+
+
+@functools.cache
+def _e4m3_pairs() -> npt.NDArray[np.uint16]:
+    """Two random bytes -> two codes: one look-up of twice the width is three times as fast."""
+    table = _e4m3_table().astype(np.uint16)
+    return (table[None, :] | table[:, None] << 8).reshape(-1)
 
 
 @functools.cache
