@@ -1,0 +1,169 @@
+"""One conformance suite for both transports, over real sockets, cells and eventfds."""
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from evrun.expert_worker.wire.hub import Hub, identity_of
+from evrun.expert_worker.wire.link import TRANSPORTS, ExpertGroup, ExpertPort, open_group, open_port
+from evrun.expert_worker.wire.messages import Call, Hello, Partial, Stop, codec
+from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
+
+RUN, SECRET = "run-1", secrets.token_hex(8)
+LAYOUT = SlotLayout(world_size=2, tokens=4, hidden=64, top_k=2, itemsize=2, exact=False, num_experts=16)
+
+
+class Ends:
+    """Both ends of a transport with two ranks, in one process."""
+
+    def __init__(self, transport: str, folder: Path) -> None:
+        self._fds = [os.memfd_create("calls"), *(os.memfd_create(f"rank-{r}") for r in range(2))]
+        for fd, size in zip(self._fds, [LAYOUT.call_bytes, LAYOUT.reply_bytes, LAYOUT.reply_bytes], strict=True):
+            os.ftruncate(fd, size)
+        self.address = f"ipc://{folder}/hub"
+        self.hub = Hub(self.address, RUN, SECRET)
+        calls = CallMemory(LAYOUT, self._fds[0], writable=True)
+        self.replies = [ReplyMemory(LAYOUT, fd, writable=True) for fd in self._fds[1:]]
+        bells = [(os.eventfd(0), os.eventfd(0)) for _ in range(2)]
+        self._fds += [fd for pair in bells for fd in pair]
+        self.lifeline_read, self.lifeline_write = os.pipe()
+        self._fds.append(self.lifeline_read)
+        self.group: ExpertGroup = open_group(transport, self.hub, calls, self.replies, bells)
+        self.ports: list[ExpertPort] = [
+            open_port(transport, self.address, identity_of(r, 1), self.lifeline_read, calls.cell(r), self.replies[r].cell, bells[r])
+            for r in range(2)
+        ]
+
+    def hello(self, rank: int, secret: str = SECRET) -> None:
+        self.ports[rank].announce(codec.encode(Hello(secret, RUN, rank, 1, os.getpid())))
+
+    def collect(self, count: int, timeout_s: float = 5.0) -> list[tuple[int, object]]:
+        """(rank, message) of the next `count` messages, whichever way they come."""
+        found: list[tuple[int, object]] = []
+        deadline = time.monotonic() + timeout_s
+        while len(found) < count and time.monotonic() < deadline:
+            self.hub.may_have = True
+            found += [(rank, message) for rank, _, message in self.hub.receive()]
+            found += [(rank, codec.decode(data)) for rank, data in self.group.receive()]
+            time.sleep(0.001)
+        return found
+
+    def close(self) -> None:
+        for port in self.ports:
+            port.close()
+        self.hub.close()
+        for fd in self._fds:
+            os.close(fd)
+        if self.lifeline_write >= 0:
+            os.close(self.lifeline_write)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
+    both = Ends(request.param, tmp_path)
+    yield both
+    both.close()
+
+
+def call(sequence: int) -> Call:
+    return Call(RUN, 1, sequence, 3, 0, 2, [1, 5], False)
+
+
+def partial(sequence: int) -> Partial:
+    return Partial(RUN, 1, sequence, 3, 2, -1, {"in-place": 1}, 0.0)
+
+
+def take(port: ExpertPort) -> object:
+    data = port.receive(5.0)
+    assert data is not None
+    return codec.decode(data)
+
+
+def test_calls_reach_their_rank_and_replies_name_theirs(ends: Ends) -> None:
+    for rank in range(2):
+        ends.hello(rank)
+    assert {rank for rank, _ in ends.collect(2)} == {0, 1}
+    for sequence in range(1, 50):
+        for rank in (1, 0):
+            assert ends.group.submit(rank, 1, codec.encode(call(2 * sequence + rank)))
+        for rank in (0, 1):
+            assert take(ends.ports[rank]) == call(2 * sequence + rank)
+            ends.ports[rank].reply(codec.encode(partial(2 * sequence + rank)))
+        assert sorted(ends.collect(2), key=lambda f: f[0]) == [(r, partial(2 * sequence + r)) for r in range(2)]
+
+
+def test_nothing_comes_from_nothing(ends: Ends) -> None:
+    assert ends.ports[0].receive(0.01) is None
+    assert ends.group.receive() == []
+
+
+def test_stop_reaches_a_worker_that_waits(ends: Ends) -> None:
+    ends.hello(0)
+    ends.collect(1)
+    threading.Timer(0.05, lambda: ends.hub.send(0, 1, codec.encode(Stop("end")))).start()
+    deadline = time.monotonic() + 5
+    while (data := ends.ports[0].receive(0.5)) is None:
+        assert time.monotonic() < deadline
+    assert codec.decode(data) == Stop("end")
+
+
+def test_a_launcher_that_is_gone_ends_the_wait(ends: Ends) -> None:
+    threading.Timer(0.05, lambda: os.close(ends.lifeline_write)).start()
+    with pytest.raises(EOFError, match="launcher"):
+        ends.ports[0].receive(5.0)
+    ends.lifeline_write = -1
+
+
+def test_a_peer_without_the_secret_is_not_heard(ends: Ends) -> None:
+    ends.hello(0, secret="guess")
+    ends.ports[0].announce(codec.encode(partial(1)))
+    assert ends.collect(1, timeout_s=0.3) == []
+    assert ends.hub.junk == 2
+    assert not ends.hub.send(0, 1, b"")
+
+
+def test_junk_is_counted_and_others_are_still_served(ends: Ends) -> None:
+    import pickle
+
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(ends.address)
+    junk = [b"", b"\xff" * 100, pickle.dumps({"a": 1}), codec.encode(Hello("guess", RUN, 1, 1, 1)), codec.encode(call(1))]
+    for data in junk:
+        stranger.send(data)
+    stranger.send_multipart([b"one", b"two", b"three"])
+    ends.hello(1)
+    assert [(rank, type(message)) for rank, message in ends.collect(1)] == [(1, Hello)]
+    deadline = time.monotonic() + 5
+    while ends.hub.junk < len(junk) + 1 and time.monotonic() < deadline:
+        ends.collect(1, timeout_s=0.05)
+    assert ends.hub.junk == len(junk) + 1
+    stranger.close()
+    context.term()
+
+
+def test_a_message_over_the_limit_costs_only_its_sender(ends: Ends) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(ends.address)
+    stranger.send(b"x" * (9 << 20))
+    ends.hello(0)
+    assert [rank for rank, _ in ends.collect(1)] == [0]
+    stranger.close()
+    context.term()
+
+
+def test_a_dead_incarnation_is_forgotten(ends: Ends) -> None:
+    ends.hello(0)
+    ends.collect(1)
+    ends.hub.forget(0, 1)
+    ends.ports[0].announce(codec.encode(partial(1)))
+    assert ends.collect(1, timeout_s=0.2) == []
+    assert ends.hub.junk == 1
