@@ -122,7 +122,7 @@ class RequestConfig:
     stop: tuple[str, ...] = setting((), Texts(), "Stop before this text; may be repeated.")
     ignore_eos: bool = setting(False, Switch(), "Go on after the end-of-sequence token.")
     json: bool = setting(False, Switch(), "One JSON object on stdout instead of the text.")
-    top_logits: int = setting(0, Integer("K", maximum=1024), "Report the K best candidates of each token (with --json).")
+    top_logits: int = setting(0, Integer("K", maximum=1000), "Report the K best candidates of each token (with --json).")
     dump_logits: str | None = setting(None, FilePath("F.safetensors"), "Write the logits of every position.")
     dump_routes: str | None = setting(None, FilePath("F.safetensors"), "Write the experts and weights of every position and layer.")
     dump_activations: str | None = setting(None, FilePath("F.safetensors"), "Write input and routed output of every MoE layer.")

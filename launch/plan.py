@@ -16,13 +16,13 @@ from evrun.expert_worker.wire.errors import DeviceError, UsageError
 from evrun.expert_worker.wire.slots import SlotLayout
 from evrun.launch.config import RUNGS, RequestConfig, RunConfig
 from evrun.launch.devices import Card, Machine
+from evrun.launch.faults import Fault
 
 DEFAULT_WORLD = 4
 DEFAULT_MAX_CONTEXT = 32768
 NO_CARD_BACKEND = "this build has no card backend"
 CPU_RUNG = "in-place"
 
-Fault = dict[str, str | int | float]
 Identity = Mapping[str, tuple[int, int, int, int]]
 
 
@@ -68,6 +68,7 @@ class Plan:
     prefill_chunk: int
     layout: SlotLayout
     identity: Identity
+    cpu_kernel: str
     faults: tuple[Fault, ...]
     notes: tuple[str, ...]
     """For people: devices and cores, one line each."""
@@ -126,7 +127,7 @@ class Plan:
             device=seat.device,
             cpus=list(seat.cpus),
             threads=seat.threads,
-            backend=config.cpu_kernel,
+            backend=self.cpu_kernel,
             numerics=config.numerics,
             dtype=config.dtype,
             combine=config.combine,
@@ -149,11 +150,13 @@ def make_plan(
     machine: Machine,
     model: ModelConfig,
     identity: Identity,
+    cpu_kernel: str,
     faults: Sequence[Fault] = (),
     no_backend: str = NO_CARD_BACKEND,
 ) -> Plan:
     """Raises UsageError (context), DeviceError (a card or a rung that was asked for is not there).
 
+    cpu_kernel  backend of CPU workers (launch.cpu_kernel)
     no_backend  why no card can be used even where there is one; empty when cards can
     """
     world = len(config.workers) or config.world or len(machine.cards) or DEFAULT_WORLD
@@ -170,7 +173,7 @@ def make_plan(
     notes = [f"rank {rank} on the CPU: {seat.cause}" for rank, seat in enumerate(ranks) if seat.cause]
     notes.append(f"cores: {machine.cores_note}; {describe_shares(shares)}{shared_note}")
     coordinator = _seat("cpu", "", shares[0])
-    return Plan(config, world, ranks, coordinator, max_context, chunk, layout, identity, tuple(faults), tuple(notes))
+    return Plan(config, world, ranks, coordinator, max_context, chunk, layout, identity, cpu_kernel, tuple(faults), tuple(notes))
 
 
 def device_for_rank(rank: int, config: RunConfig, cards: Sequence[Card], no_card: str, no_backend: str) -> tuple[str, str]:
@@ -203,11 +206,19 @@ def context_limit(asked: int | None, model: ModelConfig) -> int:
 
 def check_request(request: RequestConfig, model: ModelConfig, max_context: int) -> None:
     """What can be said of a request before anything is started. Raises UsageError."""
+    most = model.max_position_embeddings
     for position, token in enumerate(request.prompt_ids):
         if token >= model.vocab_size:
             raise UsageError(f"--prompt-ids: expected ids below {model.vocab_size}, the vocabulary, found {token} at position {position}")
-    if len(request.prompt_ids) > max_context:
-        raise UsageError(f"--prompt-ids: {len(request.prompt_ids)} tokens, but the context holds at most {max_context}; see --max-context")
+    positions = len(request.prompt_ids) + request.max_new_tokens
+    if positions > max_context:
+        found = (
+            f"prompt {len(request.prompt_ids)} tokens + {request.max_new_tokens} new = {positions}"
+            if request.prompt_ids
+            else str(positions)
+        )
+        where = "context" if request.prompt_ids else "--max-new-tokens"
+        raise UsageError(f"{where}: expected at most {max_context} positions (--max-context; the model's maximum is {most}), found {found}")
     if request.top_logits > model.vocab_size:
         raise UsageError(f"--top-logits: expected at most {model.vocab_size}, the vocabulary, found {request.top_logits}")
 
@@ -240,8 +251,8 @@ def describe_shares(shares: Sequence[Sequence[tuple[int, ...]]]) -> str:
 
 
 def faults_for(faults: Sequence[Fault], whom: int | str, incarnation: int) -> list[Fault]:
-    """The scripted faults of one process: its `rank` (a number or `coordinator`), and its `incarnation` where that is given."""
-    return [f for f in faults if f.get("rank", whom) == whom and f.get("incarnation", incarnation) == incarnation]
+    """The scripted faults of one process: its `rank` (a number or `coordinator`), and its `incarnation` unless that is 0 (any)."""
+    return [f for f in faults if f["rank"] == whom and f.get("incarnation", 0) in (0, incarnation)]
 
 
 def _seat(device: str, cause: str, share: Sequence[tuple[int, ...]]) -> Seat:
