@@ -96,6 +96,10 @@ class ModelConfig:
         return max(s for s in self.index_source_layer_ids if s <= layer)
 
 
+MAX_EXPERTS = 1 << 16
+MAX_NGRAM_SIZE = 64
+MAX_NGRAM_HEADS = 4096
+"""Far above any geometry: a damaged config must not make the checks themselves run away."""
 CONFIG_FILES = ("config.json", "inference/config.json")
 
 
@@ -213,6 +217,7 @@ def validate(c: ModelConfig) -> list[str]:
     rope = c.qk_rope_head_dim
     check(rope % 2 == 0 and rope <= c.head_dim, "qk_rope_head_dim", f"even, at most head_dim {c.head_dim}", rope)
     check(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", f"at most {c.n_routed_experts}", c.num_experts_per_tok)
+    check(c.n_routed_experts <= MAX_EXPERTS, "n_routed_experts", f"at most {MAX_EXPERTS}", c.n_routed_experts)
     check(c.n_shared_experts == 1, "n_shared_experts", "1", c.n_shared_experts)
     for name in ("bos_token_id", "eos_token_id"):
         check(0 <= getattr(c, name) < c.vocab_size, name, f"an id below vocab_size {c.vocab_size}", getattr(c, name))
@@ -287,6 +292,9 @@ def _check_engram(c: ModelConfig) -> list[str]:
     for name, least in (("engram_max_ngram_size", 2), ("engram_vocab_size", 2), ("engram_n_heads", 1), ("engram_compressed_vocab_size", 1)):
         if getattr(c, name) < least:
             problems.append(f"{name}: expected at least {least}, found {getattr(c, name)}")
+    if c.engram_max_ngram_size > MAX_NGRAM_SIZE or c.engram_n_heads > MAX_NGRAM_HEADS:
+        found = f"{c.engram_max_ngram_size}, {c.engram_n_heads}"
+        problems.append(f"engram_max_ngram_size, engram_n_heads: expected at most {MAX_NGRAM_SIZE}, {MAX_NGRAM_HEADS}, found {found}")
     if c.engram_head_dim < 1 or c.engram_head_dim % 32:
         problems.append(f"engram_head_dim: expected a multiple of 32, found {c.engram_head_dim}")
     if c.engram_compressed_vocab_size > c.vocab_size:

@@ -53,7 +53,7 @@ def file_problem(path: Path) -> str:
         return f"expected a file, found {'a directory' if stat.S_ISDIR(status.st_mode) else 'something else'}{target}"
     if status.st_size == 0:
         return f"expected a file with content, found an empty one{target}"
-    if not os.access(path, os.R_OK):
+    if not os.access(path, os.R_OK, effective_ids=True):
         return f"cannot be read (Permission denied){target}"
     return ""
 
@@ -100,7 +100,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None, list[str]]:
         return {}, None, [f"{path}: not an index ({type(error).__name__}: {str(error)[:80]}); copy the file again"]
     problems = [
         f"{path}: expected plain file names as shards, found {shown(name)!r}"
-        for name in sorted({s for s in set(weight_map.values()) if s in ("", ".", "..") or "/" in s or "\0" in s})
+        for name in sorted({s for s in weight_map.values() if s in ("", ".", "..") or "/" in s or not s.isprintable()})
     ]
     if not weight_map:
         problems.append(f"{path}: expected tensors in weight_map, found none; copy the file again")
@@ -113,7 +113,8 @@ def identity_problem(shard: Shard, known: Mapping[str, Identity]) -> str:
     """Why a shard is not the file that the run was started with, or ""."""
     expected = known.get(shard.resolved)
     if expected is None:
-        return f"resolves to {shard.resolved}, which is no shard this run was started with; start the run again to take the new files"
+        found = f"found {shard.resolved}; put the old files back or start the run again"
+        return f"expected one of the {len(known)} files this run was started with ({min(known, default='none')}, ...), {found}"
     if tuple(expected) != shard.identity:
         return changed(expected, shard.identity)
     return ""
