@@ -171,8 +171,9 @@ def _normal_quantiles(count: int) -> F32:
 @functools.cache
 def _e4m3_pairs() -> npt.NDArray[np.uint16]:
     """Two random bytes -> two codes: one look-up of twice the width is three times as fast."""
-    table = _e4m3_table().astype(np.uint16)
-    return (table[None, :] | table[:, None] << 8).reshape(-1)
+    table = _e4m3_table()
+    pairs = np.stack(np.broadcast_arrays(table[None, :], table[:, None]), -1)
+    return np.ascontiguousarray(pairs).view(np.uint16).reshape(-1)
 
 
 @functools.cache

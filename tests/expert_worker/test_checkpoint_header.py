@@ -50,7 +50,7 @@ def test_sound() -> None:
     check(header, file_bytes)
     assert header.problems == header.warnings == []
     assert header.names == ["a", "b", "empty", "c"]
-    assert [header.kinds[k] for k in header.kind_of][0] == ("F32", (2, 3))
+    assert header.kinds[header.kind_of[0]] == ("F32", (2, 3))
     assert header.starts.tolist() == [0, 24, 28, 28]
 
 

@@ -435,7 +435,7 @@ def test_write_error_in_the_middle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    command = [*COMMAND, str(tmp_path / "c"), "--preset", "small", "--layers", "60"]
+    command = [*COMMAND, str(tmp_path / "c"), "--preset", "small", "--layers", "24"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
