@@ -64,27 +64,23 @@ LISTS = {
 }
 
 
-class Ids(click.ParamType[tuple[int, ...]]):
+def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     """`0,2,1`, or `none` for an empty list."""
-
-    name = "N,N,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        if value.strip() in ("", "none"):
-            return ()
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"expected numbers with commas between them, or none; found {value!r}", param, ctx)
+    if value is None:
+        return None
+    if value.strip() in ("", "none"):
+        return ()
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"expected numbers with commas between them, or none; found {value!r}", ctx, param) from None
 
 
-def _geometry_options(command: click.Command) -> click.Command:
-    for group, kind in ((SIZES, click.INT), (FACTORS, click.FLOAT), (LISTS, Ids())):
-        for flag, (key, text) in group.items():
-            command.params.append(click.Option([f"--{flag}", key.replace(".", "__")], type=kind, help=text))
-    return command
+def _geometry_options(command: click.Command) -> None:
+    for flag, (key, text) in (SIZES | FACTORS | LISTS).items():
+        kind = click.INT if flag in SIZES else click.FLOAT if flag in FACTORS else click.STRING
+        lists: dict[str, Any] = {"callback": _ids, "metavar": "N,N,..."} if flag in LISTS else {}
+        command.params.append(click.Option([f"--{flag}", key.replace(".", "__")], type=kind, help=text, **lists))
 
 
 def _presets(ctx: click.Context, param: click.Parameter, value: bool) -> None:
