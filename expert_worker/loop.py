@@ -21,6 +21,8 @@ from evrun.expert_worker.wire.messages import Call, Failed, Partial, Stop, codec
 from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory
 
 IDLE_BEAT_S = 1.0
+MAX_CAUSE = 1500
+"""Characters of a cause; a cell has room for it."""
 log = logging.getLogger("loop")
 
 
@@ -71,7 +73,7 @@ class Loop:
             rows = self._lane.compute(call.layer, call.experts, x, ids, weights, out)
         except PayloadError as error:
             log.error("layer %d: %s", call.layer, error)
-            answer = Failed(call.run_id, call.incarnation, call.sequence, call.layer, str(error))
+            answer = Failed(call.run_id, call.incarnation, call.sequence, call.layer, str(error)[:MAX_CAUSE])
         else:
             checksum = zlib.crc32(out.data) if call.checksum else -1
             spent = time.monotonic() - started

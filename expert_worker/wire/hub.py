@@ -46,7 +46,7 @@ class Hub:
         return int(self._socket.getsockopt(zmq.FD))
 
     def receive(self) -> list[tuple[int, int, Any]]:
-        """(rank, incarnation, message) of everything that came, without waiting."""
+        """(rank, incarnation, message) of everything that came, without waiting; None for a known peer's damaged message."""
         received: list[tuple[int, int, Any]] = []
         while self.may_have:
             try:
@@ -68,7 +68,8 @@ class Hub:
         try:
             message = codec.decode(data)
         except CodecError:
-            return None
+            known = self._peers.get(identity)
+            return (*known, None) if known else None
         if isinstance(message, Hello):
             genuine = hmac.compare_digest(message.secret.encode(), self._secret.encode()) and message.run_id == self._run_id
             if not genuine or identity != identity_of(message.rank, message.incarnation):

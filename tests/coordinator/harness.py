@@ -22,6 +22,7 @@ from evrun.expert_worker.spec import WorkerSpec
 from evrun.expert_worker.wire import supervision
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.slots import SlotLayout
+from evrun.kernels import registry
 
 
 class Herd:
@@ -33,7 +34,7 @@ class Herd:
         config = self.checkpoint.config
         options = {
             "numerics": "reference", "dtype": "bfloat16", "combine": "exact", "deal": "sorted", "transport": "doorbell", "chunk": 64,
-            "on_loss": "elastic", "stall_timeout_s": 2.0, "kill_timeout_s": 30.0, "faults": [], "check_payload": False, "backend": "torch",
+            "on_loss": "elastic", "stall_timeout_s": 2.0, "kill_timeout_s": 30.0, "faults": [], "check_payload": False, "backend": registry.choose()[0],
             **options,
         }  # fmt: skip
         self.options = options
@@ -53,7 +54,7 @@ class Herd:
             cpus=[], threads=1, numerics=options["numerics"], dtype=options["dtype"], dense_dtype="fp8", deal=options["deal"],
             combine=options["combine"], prefill_chunk=options["chunk"], max_context=4096, on_loss=options["on_loss"],
             transport=options["transport"], stall_timeout_s=options["stall_timeout_s"], kill_timeout_s=options["kill_timeout_s"],
-            first_call_timeout_s=60, start_timeout_s=60, hub_address=self.address, requests_path=f"{folder}/requests",
+            first_call_timeout_s=20, start_timeout_s=60, hub_address=self.address, requests_path=f"{folder}/requests",
             supervision_fd=coordinator.fileno(), call_fd=self.call_fd, reply_fds=self.reply_fds,
             request_bell_fds=[b[0] for b in self.bells], reply_bell_fds=[b[1] for b in self.bells], lifeline_fd=self._lifeline[0],
             launcher_pid=os.getpid(), cache_dir=str(folder), check_payload=options["check_payload"],
@@ -72,7 +73,7 @@ class Herd:
         spec = WorkerSpec(
             run_id=self.run_id, name="test", secret=self.secret, rank=rank, world_size=len(self.reply_fds),
             incarnation=self.incarnations[rank], checkpoint=str(self.checkpoint.directory), shard_identity=self.checkpoint.identity(),
-            device="cpu", cpus=[], threads=1, backend=o["backend"], numerics=o["numerics"], dtype=o["dtype"], combine=o["combine"],
+            device="cpu", cpus=sorted(os.sched_getaffinity(0)), threads=1, backend=o["backend"], numerics=o["numerics"], dtype=o["dtype"], combine=o["combine"],
             prefill_chunk=o["chunk"], transport=o["transport"], hub_address=self.address, call_fd=self.call_fd,
             reply_fd=self.reply_fds[rank], request_bell_fd=self.bells[rank][0], reply_bell_fd=self.bells[rank][1],
             lifeline_fd=self._lifeline[0], launcher_pid=os.getpid(), faults=o["faults"],
@@ -102,6 +103,8 @@ class Herd:
         """Until every rank is ready, or gone."""
         deadline = time.monotonic() + timeout_s
         while not self.fleet.settled():
+            dead = [r for r, p in self.processes.items() if self.fleet.ranks[r].state != "gone" and p.poll() is not None]
+            assert not dead, [self.log(r) for r in dead]
             assert time.monotonic() < deadline, [(r.rank, r.state, r.reason) for r in self.fleet.ranks]
             self.fleet.pump(0.05)
 

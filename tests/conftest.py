@@ -1,0 +1,6 @@
+import sys
+from pathlib import Path
+
+# Helpers of the tests are plain modules beside them.
+for folder in ("coordinator", "launch", "e2e"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
