@@ -1,0 +1,214 @@
+"""The routed-expert function on one card, from addresses on the card to an address on the card.
+
+A call is launches on the caller's stream and nothing else: no allocation, no copy, no wait; it may be captured in a
+graph. One token takes one launch (a few, if the card's shared memory does not hold all its experts), more tokens take
+six.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, Protocol
+
+from evrun.kernels.api import BadScaleError, Combine, FfnShape
+from evrun.kernels.cuda import plan as plans
+from evrun.kernels.cuda.compile import Unit
+from evrun.kernels.cuda.driver import Limits, Stream
+from evrun.kernels.cuda.errors import NonFiniteError
+from evrun.kernels.cuda.params import Call
+
+_THREADS = 256
+"""Of the kernels that only move or round."""
+_NOT_FOUND = (1 << 64) - 1
+
+
+class _Memory(Protocol):
+    address: int
+
+    def close(self) -> None: ...
+
+
+class _Word(_Memory, Protocol):
+    device_address: int
+
+
+class _Kernel(Protocol):
+    def launch(self, blocks: int, threads: int, stream: Any, params: ctypes.Structure, cooperative: bool = False) -> None: ...
+
+    def blocks_per_multiprocessor(self, threads: int) -> int: ...
+
+
+class Card(Protocol):
+    """What the backend asks of a `driver.Device` that compiles; an emulated card can take its place."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def allocate(self, size_bytes: int) -> _Memory: ...
+
+    def pinned(self, size_bytes: int) -> _Word: ...
+
+    def fill(self, to: int, byte: int, size_bytes: int, stream: Any) -> None: ...
+
+    def copy_out(self, host: int, source: int, size_bytes: int, stream: Any) -> None: ...
+
+    def stream(self) -> Any: ...
+
+    def kernel(self, unit: Unit, name: str, shared_bytes: int, cache: Path) -> _Kernel: ...
+
+
+class CudaBackend:
+    """Made once per worker; `name` says which kernels it runs.
+
+    card          the device, current in the thread that calls
+    max_tokens    T of the largest call
+    num_experts   expert ids are below this
+    cache         folder of compiled kernels
+    Raises UnavailableError, CompileError, DeviceError.
+    """
+
+    def __init__(self, card: Card, shape: FfnShape, max_tokens: int, top_k: int, num_experts: int, cache: Path) -> None:
+        limits = card.limits
+        self.shape, self.max_tokens, self.top_k, self._card = shape, max_tokens, top_k, card
+        self._single = plans.plan_single_token(shape, top_k, limits)
+        self._multi = plans.plan_multi_token(shape, num_experts, limits)
+        self._blocks = limits.multiprocessors
+        self.name = "cuda-wgmma" if self._multi.wgmma else "cuda-mma"
+        units = plans.units(shape, num_experts, self._single, self._multi)
+        self._single_token = card.kernel(units.single_token, "moe_single_token_fp4", self._single.shared_bytes, cache)
+        self._find_bad_scale = card.kernel(units.find_bad_scale, "find_bad_scale", 0, cache)
+        if max_tokens > 1:
+            shared = self._multi.shared_bytes
+            self._group = card.kernel(units.group_tokens, "group_tokens", plans.group_tokens_shared_bytes(num_experts), cache)
+            self._prepare_x = card.kernel(units.prepare, "prepare_x", 0, cache)
+            self._prepare_act = card.kernel(units.prepare, "prepare_act", 0, cache)
+            self._up = card.kernel(units.multi_token, "moe_multi_token_up", shared, cache)
+            self._down = card.kernel(units.multi_token, "moe_multi_token_down", shared, cache)
+            self._combine = card.kernel(units.combine, "combine_rows", 4 * (top_k + 1), cache)
+            self._multi_blocks = self._blocks * max(1, self._up.blocks_per_multiprocessor(self._multi.threads))
+
+        self._status = card.pinned(4)
+        self._status_word = ctypes.c_uint32.from_address(self._status.address)
+        self._status_word.value = 0
+        self._held: list[_Memory] = [self._status]
+        self.scratch_bytes = 0
+        """Card memory held besides weights and the caller's buffers."""
+        self._call = Call(top_k=top_k, status=self._status.device_address)
+        self._allocate(max_tokens, num_experts)
+        self._own_stream = card.stream()
+        card.fill(self._call.barrier, 0, 4, self._own_stream)
+        self._own_stream.synchronize()
+
+    def _allocate(self, tokens: int, num_experts: int) -> None:
+        hidden, intermediate, pairs = self.shape.hidden, self.shape.intermediate, tokens * self.top_k
+        value = 2 if self.shape.dtype == "bfloat16" else 4
+        prepared = 2 * plans.planes(self.shape)
+        sizes = {"barrier": 4, "found": 8, "act": pairs * intermediate * value}
+        if tokens > 1:
+            sizes |= {
+                "y": pairs * hidden * value,
+                "x_prepared": tokens * hidden * prepared,
+                "x_scales": tokens * hidden // 32 * 4,
+                "act_prepared": pairs * intermediate * prepared,
+                "act_scales": pairs * intermediate // 32 * 4,
+                "counts": num_experts * 4,
+                "offsets": num_experts * 4 + 4,
+                "pairs": pairs * 4,
+                "place_of": pairs * 4,
+            }
+        for name, size in sizes.items():
+            memory = self._card.allocate(size)
+            self._held.append(memory)
+            self.scratch_bytes += size
+            setattr(self._call, name, memory.address)
+
+    def call(
+        self,
+        stream: Stream,
+        tokens: int,
+        x: int,
+        ids: int,
+        weights: int,
+        experts: int,
+        rows: int,
+        num_experts: int,
+        out: int,
+        combine: Combine,
+        accumulate: bool = False,
+    ) -> None:
+        """One layer call, or the part of one that concerns some of its experts. Every argument from `x` to `rows` and `out`
+        is an address that the card can read or write; all must stay valid until the stream has passed the call.
+
+        tokens      T, 1 <= T <= max_tokens
+        x           [T, H] activation dtype, 16-byte aligned
+        ids         [T, K] int32: every expert of the call; those not in `experts` belong to others
+        weights     [T, K] fp32
+        experts     [num_experts] int32, ascending
+        rows        [num_experts] six addresses each, in the order of `api.Row`; each 16-byte aligned
+        out         `partial`: [T, H] fp32; `exact`: [>= pairs, H] activation dtype, expert ascending, then token ascending
+        accumulate  `partial`: add to what `out` holds. Calls over runs of the experts, ascending, give the bits of one call.
+
+        A sum that is not finite is reported by the next `check`. Raises DeviceError.
+        """
+        if not 1 <= tokens <= self.max_tokens:
+            raise ValueError(f"call of {tokens} tokens on a backend made for 1 to {self.max_tokens}")
+        call = self._call
+        call.x, call.ids, call.weights, call.experts, call.rows, call.out = x, ids, weights, experts, rows, out
+        call.tokens, call.num_experts, call.first_expert = tokens, num_experts, 0
+        call.exact, call.accumulate = int(combine == "exact"), int(accumulate)
+        if num_experts == 0:
+            if combine == "partial" and not accumulate:
+                self._card.fill(out, 0, tokens * self.shape.hidden * 4, stream)
+        elif tokens == 1:
+            self._call_single(stream, num_experts)
+        else:
+            self._call_multi(stream, tokens, num_experts)
+        call.num_experts = num_experts
+
+    def _call_single(self, stream: Stream, num_experts: int) -> None:
+        call, step = self._call, self._single.experts_at_once
+        for first in range(0, num_experts, step):
+            call.first_expert, call.num_experts = first, min(step, num_experts - first)
+            self._single_token.launch(self._single.blocks, self._single.threads, stream, call, cooperative=True)
+            call.accumulate = 1
+
+    def _call_multi(self, stream: Stream, tokens: int, num_experts: int) -> None:
+        call, shape, threads = self._call, self.shape, self._multi.threads
+        scratch_y = call.y
+        if call.exact:
+            call.y = call.out
+        self._group.launch(num_experts, _THREADS, stream, call)
+        self._prepare_x.launch(self._prepare_blocks(tokens * shape.hidden), _THREADS, stream, call)
+        self._up.launch(self._multi_blocks, threads, stream, call)
+        self._prepare_act.launch(self._prepare_blocks(tokens * self.top_k * shape.intermediate), _THREADS, stream, call)
+        self._down.launch(self._multi_blocks, threads, stream, call)
+        if not call.exact:
+            self._combine.launch(tokens, _THREADS, stream, call)
+        call.y = scratch_y
+
+    def _prepare_blocks(self, channels: int) -> int:
+        return min(self._blocks * 8, -(-channels // (8 * _THREADS)))
+
+    def check(self) -> None:
+        """To be asked once the stream has passed a call, before its rows may change. Costs a read of host memory.
+
+        Raises BadScaleError (a scale byte of that call is 255), NonFiniteError (none is), DeviceError.
+        """
+        if not self._status_word.value:
+            return
+        self._status_word.value = 0
+        stream, found = self._own_stream, ctypes.c_uint64()
+        self._card.fill(self._call.found, 0xFF, 8, stream)
+        self._find_bad_scale.launch(self._call.num_experts * 3, _THREADS, stream, self._call)
+        self._card.copy_out(ctypes.addressof(found), self._call.found, 8, stream)
+        stream.synchronize()
+        if found.value == _NOT_FOUND:
+            raise NonFiniteError("a sum of the routed experts is infinite or NaN, and no scale byte is 255")
+        raise BadScaleError(found.value >> 34, ("w1", "w3", "w2")[found.value >> 32 & 3], found.value & 0xFFFFFFFF)
+
+    def close(self) -> None:
+        """Give the card memory back. Nothing of the backend may still run."""
+        for memory in self._held:
+            memory.close()
+        self._held.clear()

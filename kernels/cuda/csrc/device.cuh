@@ -1,0 +1,132 @@
+// The machine: every instruction that is more than C++. A host that emulates these few functions runs the kernels.
+//
+// Lanes of a warp are named (g, t) = (lane / 4, lane % 4) after the fragments of the tensor-core instructions.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#include "call.cuh"  // generated from params.py
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Call call)
+
+constexpr u32 ALL_LANES = 0xFFFFFFFFu;
+
+DEVICE u8* shared_memory() {
+    extern __shared__ __align__(1024) u8 bytes[];
+    return bytes;
+}
+DEVICE u32 shared_address(const void* pointer) {
+    u64 address;
+    asm("cvta.to.shared.u64 %0, %1;" : "=l"(address) : "l"(pointer));
+    return static_cast<u32>(address);
+}
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+template <typename T>
+DEVICE T shuffle_xor(T value, int mask) {
+    return __shfl_xor_sync(ALL_LANES, value, mask);
+}
+template <typename T>
+DEVICE T shuffle(T value, int lane) {
+    return __shfl_sync(ALL_LANES, value, lane);
+}
+DEVICE bool any_lane(bool predicate) { return __any_sync(ALL_LANES, predicate); }
+DEVICE u32 lanes_with(bool predicate) { return __ballot_sync(ALL_LANES, predicate); }
+DEVICE int count_bits(u32 bits) { return __popc(bits); }
+
+DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+DEVICE float bits_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 half_bits(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+DEVICE float half_float(u32 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<u16>(bits)));
+    return x;
+}
+// Bytes of (a, b) picked by the nibbles of `selector`: 0-3 from a, 4-7 from b.
+DEVICE u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+DEVICE u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
+
+// Weights are read once: through L2, not kept in L1.
+DEVICE uint4 load_once(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+    return v;
+}
+// What other blocks wrote during this launch: from L2, never from this multiprocessor's L1.
+DEVICE uint4 load_shared_by_grid(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    return v;
+}
+
+// Copies BYTES (4, 8 or 16, both ends aligned to it) to shared memory in the background; writes zeros if not `valid`.
+template <int BYTES>
+DEVICE void copy_async(void* to, const void* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0) : "memory");
+#else
+    if constexpr (BYTES == 16) *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    if constexpr (BYTES == 8) *static_cast<uint2*>(to) = valid ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
+    if constexpr (BYTES == 4) *static_cast<u32*>(to) = valid ? *static_cast<const u32*>(from) : 0;
+#endif
+}
+DEVICE void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Returns when all but the newest PENDING groups of this thread's copies have landed.
+template <int PENDING>
+DEVICE void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// c[16 x 8] += a[16 x 16] b[16 x 8], fp16 in, fp32 out. a0: row g, k 2t 2t+1; a1: row g+8; a2, a3: the same rows, k + 8;
+// b0: k 2t 2t+1, column g; b1: k + 8; c: row g columns 2t 2t+1, row g+8 columns 2t 2t+1.
+DEVICE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a2), "r"(a3), "r"(b1));
+#endif
+}
+
+// All blocks of a cooperative launch meet. `counter` starts at 0 once and serves every launch: the top bit flips when
+// the last block arrives.
+DEVICE void sync_grid(u32* counter) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u32 arrive = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+        __threadfence();
+        const u32 before = atomicAdd(counter, arrive);
+        u32 now;
+        do asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        while (((before ^ now) & 0x80000000u) == 0);
+        __threadfence();
+    }
+    __syncthreads();
+}
+// A word in host memory.
+DEVICE void report(u32* status, u32 value) { *static_cast<volatile u32*>(status) = value; }
+DEVICE void atomic_min(u64* where, u64 value) { atomicMin(where, value); }
+DEVICE void atomic_or_shared(u32* where, u32 bits) { atomicOr(where, bits); }

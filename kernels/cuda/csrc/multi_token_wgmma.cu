@@ -1,0 +1,198 @@
+// Many tokens over many experts on Hopper (sm_90a). Scales are multiplied into bf16 operands, which is exact on both
+// sides (spec 3.2): codes become bf16 fragments in registers, activations wait in shared memory as `prepare.cu` left them.
+//
+// A tile is 128 rows of one expert (up: 64 of w1 and the same 64 of w3) by N of its tokens; two warpgroups own 64 rows
+// each. In up, rows g and g + 8 of a warp are the same channel of w1 and w3. The tensor cores sum over 128 columns; those
+// sums are added in fp32 registers in order of K, because the tensor cores truncate. While they run over one chunk, the
+// codes of the next are decoded. A token's column is computed alike for every N.
+#include "device.cuh"
+#include "formats.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+#include "wgmma_generated.cuh"
+
+constexpr int THREADS = 256, WARPS = 8;
+constexpr int MAX_N = 128;
+constexpr int CODE_BYTES = WARPS * 2 * 512, SCALE_BYTES = WARPS * 2 * 8 * 4;
+
+struct Header {
+    int tiles_before[MAX_EXPERTS + 1];
+    int sources[MAX_N];  // row of the activations, -1: no such token
+};
+constexpr int HEADER_BYTES = (int(sizeof(Header)) + 1023) / 1024 * 1024;
+
+template <int N>
+struct Stages {  // [activations N x 128 bf16 in two panels of 64][codes][scales]
+    static constexpr int CODES = N * 256, SCALES = CODES + CODE_BYTES, BYTES = (SCALES + SCALE_BYTES + 1023) / 1024 * 1024;
+    static constexpr int FIT = (SHARED_BYTES - HEADER_BYTES) / BYTES, COUNT = FIT < 12 ? FIT : 12;
+    static_assert(COUNT >= 3, "loads need a stage to land in");
+};
+
+template <bool UP>
+struct Linear {
+    static constexpr int K = UP ? HIDDEN : INTERMEDIATE, GROUPS = K / 32, CHUNKS = K / 128;
+    static constexpr int ROWS = UP ? INTERMEDIATE : HIDDEN, TILE = UP ? 64 : 128, TILES = (ROWS + TILE - 1) / TILE;
+    static_assert(K % 128 == 0, "a chunk is four whole groups");
+};
+
+struct Weights {
+    u32 a[8][4];  // fragments of a chunk: eight steps of 16 columns
+
+    // One row's 32 codes of this lane's group; i = 0 for row g, 1 for row g + 8.
+    DEVICE void decode_row(int i, uint4 codes, u32 scale) {
+        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+        // value x 2^-126 times 2^(b - 1); above b = 128 that overflows, and a second factor follows.
+        const u32 exponent = scale < 128 ? scale : 128;
+        const u32 factor = scale == 255 ? 0x7FFF7FFFu : (exponent + 126) * 0x00800080u;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            u32 pair[4];
+            decode_bf16(words[w], pair);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) a[2 * w + j / 2][i + 2 * (j % 2)] = multiply_bf16(pair[j], factor);
+        }
+        if (any_lane(scale > 128)) {
+            const u32 rest = scale > 128 ? (scale - 1) * 0x00800080u : 0x3F803F80u;
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) a[j][i + 2 * half] = multiply_bf16(a[j][i + 2 * half], rest);
+        }
+    }
+};
+
+template <bool UP, int N>
+DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, int row_tile, int first_token, int tokens) {
+    using L = Linear<UP>;
+    using S = Stages<N>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const Row packed = call.rows[expert];
+    const int first_pair = call.offsets[expert] + first_token;
+
+    sync_block();  // the tile before may still be read
+    for (int i = threadIdx.x; i < N; i += THREADS)
+        header.sources[i] = i < tokens ? (UP ? call.pairs[first_pair + i] / call.top_k : first_pair + i) : -1;
+    sync_block();
+
+    const auto row_of = [&](int warp_, int i, int g_) { return row_tile * L::TILE + (UP ? warp_ * 8 + g_ : warp_ * 16 + i * 8 + g_); };
+    const auto within = [&](int row) { return u64(row < L::ROWS ? row : L::ROWS - 1); };
+    const u8* codes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) codes[i] = (!UP ? packed.w2 : i ? packed.w3 : packed.w1) + within(row_of(warp, i, g)) * (L::K / 2) + t * 16;
+    const int scale_half = threadIdx.x / 8 % 2;  // the first 128 threads bring four scales of one row each: [warp][half][g]
+    const u8* const scales = (!UP ? packed.s2 : scale_half ? packed.s3 : packed.s1) + within(row_of(threadIdx.x / 16, scale_half, threadIdx.x % 8)) * L::GROUPS;
+    const u8* const source = static_cast<const u8*>(UP ? call.x_prepared : call.act_prepared);
+
+    const auto issue = [&](int chunk) {
+        if (chunk < L::CHUNKS) {
+            u8* const stage = stages + chunk % S::COUNT * S::BYTES;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) copy_async<16>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16, codes[i] + chunk * 64, true);
+            if (threadIdx.x < SCALE_BYTES / 4) copy_async<4>(stage + S::SCALES + threadIdx.x * 4, scales + chunk * 4, true);
+#pragma unroll
+            for (int i = 0; i < (N * 16 + THREADS - 1) / THREADS; ++i) {
+                const int at = i * THREADS + threadIdx.x, token = at / 16, piece = at % 16;
+                if (N * 16 % THREADS != 0 && at >= N * 16) break;
+                const int row = header.sources[token];
+                copy_async<16>(stage + piece / 8 * (N * 128) + token * 128 + ((piece ^ token) & 7) * 16,
+                               source + (u64(row < 0 ? 0 : row) * L::CHUNKS + chunk) * 256 + piece * 16, row >= 0);
+            }
+        }
+        copy_async_commit();
+    };
+    const auto decode = [&](int chunk, Weights& weights) {
+        const u8* const stage = stages + chunk % S::COUNT * S::BYTES;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            weights.decode_row(i, *reinterpret_cast<const uint4*>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16),
+                               stage[S::SCALES + (warp * 16 + i * 8 + g) * 4 + t]);
+    };
+
+    float acc[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) acc[i] = 0;
+    const auto step = [&](int chunk, const Weights& now, Weights& next) {
+        copy_async_wait<S::COUNT - 3>();  // the next chunk has landed
+        publish_to_wgmma();
+        sync_block();
+        issue(chunk + S::COUNT - 1);
+        float sums[N / 2];
+        const u8* const b = stages + chunk % S::COUNT * S::BYTES;
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) wgmma<N>(sums, now.a[j], wgmma_operand(b, j / 4 * (N * 128) + j % 4 * 32), j > 0);
+        wgmma_commit();
+        if (chunk + 1 < L::CHUNKS) decode(chunk + 1, next);
+        wgmma_wait();
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) acc[i] += sums[i];
+    };
+
+    for (int chunk = 0; chunk < S::COUNT - 1; ++chunk) issue(chunk);
+    copy_async_wait<S::COUNT - 2>();
+    publish_to_wgmma();
+    sync_block();
+    Weights even, odd;
+    decode(0, even);
+    for (int chunk = 0; chunk < L::CHUNKS; chunk += 2) {
+        step(chunk, even, odd);
+        if (chunk + 1 < L::CHUNKS) step(chunk + 1, odd, even);
+    }
+    copy_async_wait<0>();
+
+    bool finite = true;
+#pragma unroll
+    for (int nt = 0; nt < N / 8; ++nt)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int token = nt * 8 + 2 * t + j;
+            if (token >= tokens) continue;
+            const float first = acc[nt * 4 + j], second = acc[nt * 4 + 2 + j];
+            const int row = row_of(warp, 0, g);
+            if (UP) {
+                if (row >= L::ROWS) continue;
+                finite = finite && is_finite(first) && is_finite(second);
+                static_cast<Activation*>(call.act)[u64(first_pair + token) * INTERMEDIATE + row] =
+                    stored(swiglu(rounded(first), rounded(second), call.weights[call.pairs[first_pair + token]]));
+            } else {
+                Activation* const y = static_cast<Activation*>(call.y) + u64(first_pair + token) * HIDDEN;
+                if (row < L::ROWS) y[row] = stored(first), finite = finite && is_finite(first);
+                if (row + 8 < L::ROWS) y[row + 8] = stored(second), finite = finite && is_finite(second);
+            }
+        }
+    return finite;
+}
+
+// Runs a tile in the narrowest of the given widths that holds `width` tokens.
+template <bool UP, int N, int... WIDER>
+DEVICE bool run_in(int width, const Call& call, u8* stages, Header& header, int expert, int row_tile, int first_token, int tokens) {
+    if constexpr (sizeof...(WIDER) > 0)
+        if (width > N) return run_in<UP, WIDER...>(width, call, stages, header, expert, row_tile, first_token, tokens);
+    return run_tile<UP, N>(call, stages, header, expert, row_tile, first_token, tokens);
+}
+
+// A tile's width: an expert's tokens in as few equal tiles as possible.
+DEVICE int token_tiles_of(int count) { return (count + MAX_N - 1) / MAX_N; }
+
+template <bool UP>
+DEVICE void run(const Call& call) {
+    using L = Linear<UP>;
+    Header& header = *reinterpret_cast<Header*>(shared_memory());
+    u8* const stages = shared_memory() + HEADER_BYTES;
+    const int n = call.num_experts;
+    if (threadIdx.x < 32) count_tiles(call.counts, n, header.tiles_before, [](int count) { return token_tiles_of(count) * L::TILES; });
+    sync_block();
+    bool finite = true;
+    int expert = 0;
+    for (int tile = blockIdx.x; tile < header.tiles_before[n]; tile += gridDim.x) {
+        while (tile >= header.tiles_before[expert + 1]) ++expert;
+        const int count = call.counts[expert], token_tiles = token_tiles_of(count), width = (count + token_tiles - 1) / token_tiles;
+        const int within = tile - header.tiles_before[expert], row_tile = within / token_tiles, first_token = within % token_tiles * width;
+        const int tokens = min(count - first_token, width);
+        finite = run_in<UP, 8, 16, 32, 48, 64, 80, 96, 112, 128>(width, call, stages, header, expert, row_tile, first_token, tokens) && finite;
+    }
+    if (!finite) report(call.status, 1);
+}
+
+KERNEL(moe_multi_token_up, THREADS, 1) { run<true>(call); }
+KERNEL(moe_multi_token_down, THREADS, 1) { run<false>(call); }

@@ -1,0 +1,169 @@
+"""Decides, from the geometry and a card's limits, how the kernels are cut: pure arithmetic, no driver.
+
+Constants that a kernel is compiled with depend on the geometry, the numerics and the card alone, never on a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evrun.kernels.api import FfnShape
+from evrun.kernels.cuda.compile import Unit
+from evrun.kernels.cuda.driver import Limits
+from evrun.kernels.cuda.errors import UnavailableError
+from evrun.kernels.cuda.wgmma import WIDTHS
+
+MINIMUM_CAPABILITY = (7, 5)
+"""First with the fp16 tensor-core instruction that the kernels build on."""
+
+GROUP_PITCH = 80
+RING_LIMIT = 8
+CACHE_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class SingleTokenPlan:
+    """`single_token.cu`: one block a multiprocessor; `experts_at_once` in a launch."""
+
+    blocks: int
+    warps: int
+    steps: int
+    """Steps of 2 x 128 columns in a task: its partial sum is one term of a row's sum."""
+    ring: int
+    """Tasks whose codes a warp has in shared memory or on their way."""
+    experts_at_once: int
+    pairs: int
+    rows: int
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+
+@dataclass(frozen=True)
+class MultiTokenPlan:
+    """`multi_token.cu` (`wgmma` false) or `multi_token_wgmma.cu`."""
+
+    wgmma: bool
+    threads: int
+    shared_bytes: int
+    stages: int
+    token_fragments: int
+
+
+def planes(shape: FfnShape) -> int:
+    """fp16 numbers that hold one activation exactly: an E4M3 or a bf16 fits one, an fp32 takes three."""
+    return 1 if shape.numerics == "reference" or shape.dtype == "bfloat16" else 3
+
+
+def geometry_problem(shape: FfnShape) -> str | None:
+    """Why no kernel can compute this geometry, or None."""
+    for name, value in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
+        if value < 32 or value % 32:
+            return f"{name} size {value} is not a multiple of 32"
+    return None
+
+
+def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> SingleTokenPlan:
+    """The widest cut that fits in shared memory with a deep enough ring. Raises UnavailableError."""
+    for least_ring in (3, 2):
+        for warps, steps in ((16, 2), (8, 2), (8, 1), (4, 1)):
+            for experts in range(top_k, 0, -1):
+                plan = _single_token(shape, limits, warps, steps, experts)
+                if plan.ring >= least_ring:
+                    return plan
+    geometry = f"{shape.hidden} x {shape.intermediate}"
+    raise UnavailableError(f"{limits.shared_bytes_per_block} bytes of shared memory do not suffice for one expert of {geometry}")
+
+
+def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, experts: int) -> SingleTokenPlan:
+    blocks = limits.multiprocessors
+    pairs, rows = -(-experts * shape.intermediate // blocks), -(-shape.hidden // blocks)
+    up_groups, down_groups = shape.hidden // 32, shape.intermediate // 32
+
+    def splits(groups: int) -> int:
+        return -(-((-(-groups // 4) + 1) // 2) // steps)
+
+    x_groups = max(up_groups, experts * down_groups)
+    fixed = (
+        _aligned(pairs * 2 * up_groups)
+        + _aligned(rows * experts * down_groups)
+        + x_groups * (planes(shape) * GROUP_PITCH + 4) // CACHE_ALIGNMENT * CACHE_ALIGNMENT
+        + CACHE_ALIGNMENT
+        + 4 * max(pairs * 2 * splits(up_groups), rows * experts * splits(down_groups))
+        + 8 * experts
+        + CACHE_ALIGNMENT
+    )
+    slot = warps * steps * 1024
+    ring = min(RING_LIMIT, (limits.shared_bytes_per_block - fixed) // slot)
+    return SingleTokenPlan(blocks, warps, steps, ring, experts, pairs, rows, fixed + ring * slot)
+
+
+def plan_multi_token(shape: FfnShape, num_experts: int, limits: Limits) -> MultiTokenPlan:
+    """Warpgroup instructions where the card has them and the geometry suits them, else `multi_token.cu`. Raises UnavailableError."""
+    budget = limits.shared_bytes_per_block
+    suits = planes(shape) == 1 and shape.hidden % 128 == 0 and shape.intermediate % 128 == 0
+    if limits.capability == (9, 0) and suits:
+        return MultiTokenPlan(True, 256, budget, 0, max(WIDTHS) // 8)
+    for fragments, stages in ((8, 3), (8, 2), (4, 2)):
+        stage = 4096 + fragments * 8 * (256 * planes(shape) + 16)
+        shared = stages * stage + 4 * (num_experts + 1) + 4 * fragments * 8
+        if shared <= budget:
+            return MultiTokenPlan(False, 128, shared, stages, fragments)
+    raise UnavailableError(f"{budget} bytes of shared memory do not hold two stages of {stage} bytes")
+
+
+@dataclass(frozen=True)
+class Units:
+    """Everything that is compiled for one backend."""
+
+    single_token: Unit
+    multi_token: Unit
+    prepare: Unit
+    group_tokens: Unit
+    combine: Unit
+    find_bad_scale: Unit
+
+    def all(self) -> tuple[Unit, ...]:
+        return (self.single_token, self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
+
+
+def group_tokens_shared_bytes(num_experts: int) -> int:
+    return 4 * ((num_experts + 31) // 32) + 2 * 8 * 4
+
+
+def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan, multi: MultiTokenPlan) -> Units:
+    """The sources with their constants."""
+    common: dict[str, int | float | str] = {
+        "HIDDEN": shape.hidden,
+        "INTERMEDIATE": shape.intermediate,
+        "SWIGLU_LIMIT": float(shape.swiglu_limit),
+        "REFERENCE": int(shape.numerics == "reference"),
+        "BFLOAT16": int(shape.dtype == "bfloat16"),
+    }
+    one = {
+        "WARPS": single.warps,
+        "STEPS": single.steps,
+        "RING": single.ring,
+        "MAX_EXPERTS": single.experts_at_once,
+        "MAX_PAIRS": single.pairs,
+        "MAX_ROWS": single.rows,
+        "SHARED_BYTES": single.shared_bytes,
+    }
+    many = {"MAX_EXPERTS": num_experts, "SHARED_BYTES": multi.shared_bytes}
+    if not multi.wgmma:
+        many |= {"STAGES": multi.stages, "MAX_NT": multi.token_fragments}
+    ids = {"MAX_EXPERT_ID": num_experts - 1, "SHARED_BYTES": group_tokens_shared_bytes(num_experts)}
+    return Units(
+        single_token=Unit.make("single_token.cu", common | one),
+        multi_token=Unit.make("multi_token_wgmma.cu" if multi.wgmma else "multi_token.cu", common | many),
+        prepare=Unit.make("prepare.cu", common | {"WGMMA": int(multi.wgmma)}),
+        group_tokens=Unit.make("group_tokens.cu", ids),
+        combine=Unit.make("combine.cu", common),
+        find_bad_scale=Unit.make("find_bad_scale.cu", {"HIDDEN": shape.hidden, "INTERMEDIATE": shape.intermediate}),
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // CACHE_ALIGNMENT) * CACHE_ALIGNMENT

@@ -1,0 +1,28 @@
+"""Generates the warpgroup matrix instruction for every width: its operands are single registers, up to 64 of them."""
+
+from __future__ import annotations
+
+WIDTHS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+"""Token widths of a tile; the kernel picks the smallest that holds its tokens."""
+
+
+def declaration() -> str:
+    """CUDA C++ (`wgmma_generated.cuh`): wgmma<N> for each width."""
+    return "#pragma once\n" + "".join(map(_instruction, WIDTHS))
+
+
+def _instruction(n: int) -> str:
+    count = n // 2
+    accumulators = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(c[{i}])' for i in range(count))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return f"""
+template <>
+DEVICE void wgmma<{n}>(float (&c)[{count}], const u32 (&a)[4], u64 b, bool add) {{
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 5}, 0;"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0; }}"
+        : {outputs}
+        : {inputs}, "l"(b), "r"(int(add)));
+}}
+"""
