@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -80,13 +79,6 @@ def write_out(text: str) -> None:
     """To stdout as UTF-8, whatever the locale says, at once."""
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
     sys.stdout.buffer.flush()
-
-
-def drop_stdout() -> None:
-    """Nobody reads stdout any more: let the interpreter's last flush go nowhere."""
-    fd = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(fd, sys.stdout.fileno())
-    os.close(fd)
 
 
 def _workers(info: RunInfo, otherwise: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import click
 
 from evrun.expert_worker.wire.errors import RUNNING, USAGE, EvrunError
 from evrun.launch.signals import Interrupted
+from evrun.launch.streams import drop, settle
 
 COMMANDS = {
     "launch": ("evrun.launch.commands.launch:command", "Start a run; with a prompt: generate, print, stop."),
@@ -85,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        from evrun.launch.answer import drop_stdout
-
-        drop_stdout()
+        drop(sys.stdout)
         return 128 + signal.SIGPIPE
     except Exception as error:
         where = _keep_traceback()
         return _fail(RUNNING, f"unexpected {type(error).__name__}: {error}; the traceback is in {where}, please report it")
+    finally:
+        settle()
 
 
 def _fail(exit_code: int, text: str) -> int:

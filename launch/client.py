@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
@@ -90,15 +91,7 @@ def _follow(connection: Connection, message: Generate, listener: Listener, cance
 
 def _connect(path: str, secret: str) -> Connection:
     """A connection on which both sides have shown that they know the secret."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(CONNECT_WITHIN_S)
-    try:
-        sock.connect(path)
-    except OSError as error:
-        sock.close()
-        raise RunError(f"the coordinator cannot be reached at {path}: {error}; see `evrun ps`") from None
-    sock.setblocking(True)
-    connection = Connection(sock.detach())
+    connection = Connection(_reach(path).detach())
     try:
         if not connection.poll(CONNECT_WITHIN_S):
             raise RunError(f"the coordinator did not answer within {CONNECT_WITHIN_S:g} s; see `evrun ps`")
@@ -113,3 +106,23 @@ def _connect(path: str, secret: str) -> Connection:
         connection.close()
         raise
     return connection
+
+
+def _reach(path: str) -> socket.socket:
+    deadline = time.monotonic() + CONNECT_WITHIN_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except BlockingIOError:  # its queue of clients is full
+            sock.close()
+            if time.monotonic() > deadline:
+                raise RunError(f"the coordinator took no client within {CONNECT_WITHIN_S:g} s; see `evrun ps`") from None
+            time.sleep(0.05)
+            continue
+        except OSError as error:
+            sock.close()
+            raise RunError(f"the coordinator cannot be reached at {path}: {error.strerror}; see `evrun ps`") from None
+        sock.setblocking(True)
+        return sock

@@ -19,7 +19,8 @@ from evrun.launch.config import RunConfig
 from evrun.launch.process import Exit, child_environment
 from evrun.launch.screen import Screen, replay
 
-MODULE = "evrun.launch.supervise"
+SUPERVISE = ("-m", "evrun.launch.supervise")
+"""What the background process runs; a test may put something else here."""
 END_WITHIN_S = 6.0
 
 
@@ -51,7 +52,7 @@ def launch_detached(config: RunConfig, screen: Screen) -> int:
 
 def _start(config: RunConfig, events_fd: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
     background = subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(events_fd)],
+        [sys.executable, *SUPERVISE, str(events_fd)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=words,

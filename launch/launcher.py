@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import RUNNING, EvrunError
 from evrun.expert_worker.wire.logs import DescriptorHandler, LineFormatter
 from evrun.launch import cpu_kernel, devices
-from evrun.launch.answer import answer, drop_stdout, print_json
+from evrun.launch.answer import answer, print_json
 from evrun.launch.channels import Channels
 from evrun.launch.client import CancelledError
 from evrun.launch.config import RequestConfig, RunConfig
+from evrun.launch.crew import Crew
 from evrun.launch.faults import read_faults
 from evrun.launch.logs import LogFolder, log_folder
 from evrun.launch.plan import Plan, Wiring, check_request, make_plan
@@ -25,6 +27,7 @@ from evrun.launch.report import Result
 from evrun.launch.run_dir import RunDir, RunInfo, base_dir
 from evrun.launch.screen import Screen
 from evrun.launch.signals import Signals
+from evrun.launch.streams import drop
 from evrun.launch.supervisor import Ending, Supervisor
 
 JOIN_WITHIN_S = 2.0
@@ -61,7 +64,8 @@ def launch(
             with Channels(plan.world, plan.layout.call_bytes, plan.layout.reply_bytes, config.transport == "doorbell") as channels:
                 wiring = _wire(run_dir, channels)
                 info = _info(plan, wiring, logs)
-                supervisor = Supervisor(plan, run_dir, logs, channels, wiring, signals, screen, strict)
+                crew = Crew(plan, run_dir, logs, wiring, screen)
+                supervisor = Supervisor(plan, crew, channels, wiring, run_dir.socket_path("control"), signals, screen, strict)
                 run_dir.write_info(info)
                 signals.raising = False
                 return _supervise(supervisor, info, request, screen, signals)
@@ -128,11 +132,11 @@ class Asker:
 
     def _ask(self) -> None:
         try:
-            self._result = answer(self._info, self._request, self._screen, [], self._cancel_fd, self._why_lost)
+            self._result = answer(self._info, self._request, self._screen, self._supervisor.report, self._cancel_fd, self._why_lost)
         except CancelledError:
             return
         except BrokenPipeError:
-            drop_stdout()
+            drop(sys.stdout)
             self._end(Ending(128 + 13, None, "nobody reads the answer"))
             return
         except Exception as error:

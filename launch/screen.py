@@ -69,9 +69,13 @@ def loading_text(loading: Loading, pace: tuple[float, float] | None) -> str:
     if loading.total_bytes:
         parts.append(sizes(loading.done_bytes, loading.total_bytes))
     if pace is not None and loading.done_bytes < loading.total_bytes:
-        parts.append(f"{pace[0] / MIB:.0f} MiB/s, {pace[1]:.0f} s to go")
+        parts.append(pace_text(*pace))
     text = ", ".join(parts)
     return text + (f"; waiting for {', '.join(loading.waiting_for)}" if loading.waiting_for else "")
+
+
+def pace_text(bytes_per_s: float, to_go_s: float) -> str:
+    return f"{bytes_per_s / MIB:.3g} MiB/s, {to_go_s:.0f} s to go"
 
 
 def sizes(done: int, total: int) -> str:
@@ -125,7 +129,7 @@ class Terminal:
             self._bar.start()
         more = [sizes(loading.done_bytes, loading.total_bytes)] if loading.total_bytes else []
         if pace is not None and loading.done_bytes < loading.total_bytes:
-            more.append(f"{pace[0] / MIB:.0f} MiB/s, {pace[1]:.0f} s to go")
+            more.append(pace_text(*pace))
         if loading.waiting_for:
             more.append("waiting for " + ", ".join(loading.waiting_for))
         task = self._bar.task_ids[0]

@@ -59,6 +59,7 @@ class DescriptorHandler(logging.Handler):
             self._unsaid = 0
         if not self._write(text):
             self._unsaid += 1
+            self.dropped += 1
 
     def _write(self, text: str) -> bool:
         data = memoryview((text + "\n").encode(errors="backslashreplace"))
@@ -66,7 +67,6 @@ class DescriptorHandler(logging.Handler):
             while data:
                 data = data[os.write(self.fd, data) :]
         except OSError as error:
-            self.dropped += 1
             if self._on_drop is not None:
                 say, self._on_drop = self._on_drop, None
                 say(error)

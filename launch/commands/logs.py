@@ -12,6 +12,7 @@ import click
 from evrun.expert_worker.wire.errors import UsageError
 from evrun.launch.config import run_name
 from evrun.launch.options import name_option
+from evrun.launch.streams import drop
 
 
 @click.command("logs")
@@ -22,7 +23,6 @@ from evrun.launch.options import name_option
 def command(process: str, follow: bool, attempt: str | None, name: str | None) -> int:
     """Print the log of a process, also when the run is over."""
     from evrun.launch import logs
-    from evrun.launch.answer import drop_stdout
 
     run = run_name(name, os.environ)
     if attempt is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", attempt):
@@ -37,7 +37,7 @@ def command(process: str, follow: bool, attempt: str | None, name: str | None) -
             out.write(data)
             out.flush()
     except BrokenPipeError:
-        drop_stdout()
+        drop(sys.stdout)
     return 0
 
 

@@ -1,0 +1,200 @@
+"""How launches end, with real processes that stand in for coordinator and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+from command import CHECKPOINT, World
+
+from evrun.launch import control
+
+BASE = ("launch", "--checkpoint", str(CHECKPOINT), "--world", "2")
+
+
+def test_a_prompt_starts_everything_answers_and_leaves_nothing(world: World) -> None:
+    found = world.run(*BASE, "--prompt-ids", "5,6", "--max-new-tokens", "3")
+    assert (found.returncode, found.stdout) == (0, "<5><6><5>\n")
+    assert "routed experts: world 2" in found.stderr
+    assert "prompt 2 tokens: ['5', '6']" in found.stderr
+    assert "3 tokens in 0.8 s (prefill 0.50 s, 4.0 tokens/s; decode 0.25 s, 8.0 tokens/s), stopped on length" in found.stderr
+    assert world.leftovers() == []
+
+
+def test_json_is_the_object_of_the_contract(world: World) -> None:
+    found = world.run(*BASE, "--prompt-ids", "5", "--max-new-tokens", "2", "--json", "--top-logits", "1", "--combine", "exact")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == {
+        "prompt_ids": [5], "token_ids": [5, 5], "text": "<5><5>", "finish_reason": "length", "error": None, "world": 2,
+        "workers": [{"rank": r, "device": "cpu", "backend": "stand-in", "incarnation": 1, "restarts": 0} for r in range(2)],
+        "deal": "sorted", "combine": "exact", "numerics": "reference", "dtype": "bfloat16",
+        "seconds": {"load": 1.0, "prefill": 0.5, "decode": 0.25}, "tokens_per_second": {"prefill": 2.0, "decode": 4.0},
+        "resends": 0, "top_logits": [[[5, "x", 1.5]], [[5, "x", 1.5]]],
+    }  # fmt: skip
+
+
+def test_a_rank_that_cannot_start_is_failed_and_the_rest_serves(world: World) -> None:
+    faults = world.faults({"rank": 1, "do": "exit", "code": 1, "words": "no kernel for this CPU"})
+    found = world.run(*BASE, "--prompt-ids", "5", "--max-new-tokens", "1", "--faults", faults)
+    assert (found.returncode, found.stdout) == (0, "<5>\n")
+    assert "rank 1 is failed: 5 incarnations in a row served no call; the last exited with 1: no kernel for this CPU" in found.stderr
+    log = world.log("launcher.1.log")
+    assert log.count("started worker-1 ") == 5
+    assert log.count("started worker-0 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [
+        (4, 4, "rank 0 is lost: exited with 4: no device"),
+        (3, 3, "refused the checkpoint: exited with 3: no device"),
+        (1, 5, "rank 0 is failed: 5 inc"),
+    ],
+)
+def test_a_detached_launch_promises_every_rank(world: World, code: int, exit_code: int, words: str) -> None:
+    faults = world.faults({"rank": 0, "do": "exit", "code": code, "words": "no device"})
+    found = world.run(*BASE, "--detach", "--faults", faults)
+    assert found.returncode == exit_code
+    assert words in found.stderr.splitlines()[-1]
+    if code != 1:
+        assert world.log("launcher.1.log").count("started worker-0 ") == 1
+    world.settle()
+
+
+def test_a_rank_that_is_lost_is_revived_by_restart(world: World) -> None:
+    faults = world.faults({"rank": 0, "incarnation": 2, "do": "exit", "code": 4, "words": "card fell off the bus"})
+    world.launch("--world", "2", "--faults", faults)
+    world.kill(0)
+    lost = world.until(lambda: (r := world.rank(0))["state"] == "lost" and r, "rank 0 is lost")
+    assert "card fell off the bus" in lost["reason"]
+    world.tell(control.Restart(0))
+    world.until(lambda: (r := world.rank(0))["state"] == "ready" and r["incarnation"] == 3, "rank 0 is back")
+    world.stop()
+
+
+def test_the_coordinators_wish_to_kill_is_done(world: World) -> None:
+    world.launch("--world", "1", "--faults", world.faults({"rank": "coordinator", "do": "kill-worker"}))
+    world.until(lambda: world.rank(0)["incarnation"] >= 2, "rank 0 was replaced")
+    assert "killed by SIGKILL (no progress for 30.0 s)" in world.log("launcher.1.log")
+    world.stop()
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "words"),
+    [
+        ({"do": "exit", "code": 7, "words": "boom"}, 5, "coordinator exited with 7: boom"),
+        ({"do": "exit", "code": 3, "words": "shard changed"}, 3, "coordinator exited with 3: shard changed"),
+        ({"do": "fatal"}, 4, "9 GiB needed, 1 GiB free"),
+    ],
+)
+def test_a_coordinator_that_ends_ends_the_launch(world: World, fault: dict[str, Any], exit_code: int, words: str) -> None:
+    found = world.run(*BASE, "--prompt-ids", "1", "--json", "--faults", world.faults({"rank": "coordinator", **fault}))
+    assert found.returncode == exit_code
+    assert words in found.stderr.splitlines()[-1]
+    if exit_code == 5:
+        assert words in json.loads(found.stdout)["error"]
+    else:
+        assert found.stdout == ""
+
+
+def test_a_coordinator_killed_during_a_request(world: World) -> None:
+    popen = world.start(*BASE, "--prompt-ids", "1", "--max-new-tokens", "4000", "--json")
+    view = world.until(lambda: (v := world.ps_or_none()) and v["state"] == "ready" and v, "the run is ready")
+    world.until(lambda: "prompt 1 token" in _seen(popen), "the request runs")
+    os.kill(view["processes"][0]["pid"], signal.SIGKILL)
+    out, err = popen.communicate(timeout=20)
+    assert popen.returncode == 5
+    assert "killed by SIGKILL" in json.loads(out)["error"]
+    assert json.loads(out)["finish_reason"] == "error"
+    assert err.splitlines()[-1].count("killed by SIGKILL") == 1
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+def test_signals_end_a_serving_run(world: World, number: signal.Signals, exit_code: int) -> None:
+    popen = world.start(*BASE)
+    world.until(lambda: (v := world.ps_or_none()) and v["state"] == "ready", "the run is ready")
+    popen.send_signal(number)
+    popen.communicate(timeout=10)
+    assert popen.returncode == exit_code
+    assert world.processes() == []
+    assert world.leftovers() == []
+
+
+def test_interrupted_while_it_loads(world: World) -> None:
+    popen = world.start(*BASE, "--faults", world.faults({"rank": "coordinator", "do": "slow"}))
+    world.until(lambda: world.ps_or_none(), "the launcher answers")
+    popen.send_signal(signal.SIGINT)
+    popen.communicate(timeout=10)
+    assert popen.returncode == 130
+
+
+def test_a_coordinator_that_never_speaks(world: World) -> None:
+    faults = world.faults({"rank": "coordinator", "do": "silent"})
+    found = world.run(*BASE, "--faults", faults, "--start-timeout", "1")
+    assert found.returncode == 5
+    assert "coordinator: expected a sign of life within 1 s (--start-timeout), found none" in found.stderr.splitlines()[-1]
+    assert "did not end within 1.0 s: SIGKILL" in world.log("launcher.1.log")
+
+
+def test_stubborn_and_stopped_processes_are_killed_at_the_end(world: World) -> None:
+    world.launch("--world", "2", "--faults", world.faults({"rank": 0, "do": "stubborn"}))
+    world.kill(1, signal.SIGSTOP)
+    world.stop()
+    assert world.processes() == []
+
+
+def test_a_killed_launcher_takes_everything_along_and_the_name_is_free(world: World) -> None:
+    world.launch("--world", "2")
+    stopped = world.rank(1)["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(world.ps()["launcher_pid"], signal.SIGKILL)
+    world.settle()
+    over = world.run("generate", "--prompt", "x")
+    assert over.returncode == 2
+    assert "is over" in over.stderr
+    world.launch("--world", "2")
+    assert sorted(p.name for p in (world.folder / "run/evrun/default").glob("*.sock")) == [
+        f"{what}-{world.ps()['run']}.sock" for what in ("control", "requests")
+    ]
+    world.stop()
+
+
+def test_calls_served_reset_the_cap(world: World) -> None:
+    world.launch("--world", "1", "--faults", world.faults({"rank": 0, "do": "calls"}))
+    for incarnation in range(2, 9):
+        world.kill(0)
+        world.until(
+            lambda i=incarnation: (r := world.rank(0))["incarnation"] == i and r["state"] == "serving", f"incarnation {incarnation}"
+        )
+    world.stop()
+
+
+def test_a_reader_that_leaves(world: World) -> None:
+    popen = world.start(*BASE, "--prompt-ids", "1", "--max-new-tokens", "4000")
+    assert popen.stdout is not None
+    popen.stdout.read(6)
+    popen.stdout.close()
+    popen.stdout = open(os.devnull)  # noqa: SIM115 - for communicate
+    popen.wait(timeout=20)
+    assert popen.returncode == 141
+    world.settle()
+
+
+def test_a_full_disk_under_the_logs_does_not_end_the_run(world: World) -> None:
+    """Every write of a log line fails; the answer is the same and the loss is said once."""
+    logs = world.folder / "state" / "evrun" / "default"
+    logs.mkdir(parents=True)
+    (logs / "launcher.1.log").symlink_to("/dev/full")
+    found = world.run(*BASE, "--prompt-ids", "5", "--max-new-tokens", "2")
+    assert (found.returncode, found.stdout) == (0, "<5><5>\n")
+
+
+def _seen(popen: Any) -> str:
+    """What the command has written to stderr so far."""
+    os.set_blocking(popen.stderr.fileno(), False)
+    popen.seen = getattr(popen, "seen", "") + (popen.stderr.read() or "")
+    text: str = popen.seen
+    return text
