@@ -1,0 +1,35 @@
+# make test: a virtual environment, the package with its native kernel, checks and tests. TORCH=torch==2.13.0 picks a torch.
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+ROOMS = -p evrun.coordinator -p evrun.expert_worker -p evrun.kernels -p evrun.launch
+
+.PHONY: test install check slow long native bench
+
+test: check
+	$(VENV)/bin/pytest
+
+install:
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q --upgrade pip
+	$(VENV)/bin/pip install -q '$(TORCH)'
+	$(VENV)/bin/pip install -q '.[test]'
+
+check: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy --config-file pyproject.toml $(ROOMS)
+	$(VENV)/bin/python -c "from evrun.kernels import native; assert native.probe() is None, native.probe()"
+
+slow: install
+	$(VENV)/bin/pytest -m "slow and not gpu"
+
+long: install
+	$(VENV)/bin/pytest -m "long and not gpu"
+
+native:
+	cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/native
+	cp build/native/libevrun_native.so kernels/native/
+
+bench: install
+	$(VENV)/bin/evrun bench kernel

@@ -1,0 +1,38 @@
+"""`--combine exact`: the same bytes for every world, deal, transport and order of replies."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import GOLDEN, Evrun, prompts, running
+
+PROMPT = next(p for p in prompts("full") if p["name"] == "mixed")
+FULL = GOLDEN / "full" / "checkpoint"
+
+
+def logits_file(evrun: Evrun, world: int, *args: str) -> bytes:
+    with running(evrun, FULL, "--combine", "exact", *args, world=world):
+        return evrun.dumped(PROMPT["ids"])[3]
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    from runs import evrun_in
+
+    with evrun_in(tmp_path_factory.mktemp("e")) as evrun:
+        return logits_file(evrun, 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "args"),
+    [(3, ("--deal", "home")), (4, ("--transport", "zmq")), (7, ())],
+    ids=["3-home", "4-zmq", "7-sorted"],
+)
+def test_bytes_do_not_depend_on_the_world(evrun: Evrun, one_worker: bytes, world: int, args: tuple[str, ...]) -> None:
+    assert logits_file(evrun, world, *args) == one_worker
+
+
+def test_bytes_do_not_depend_on_who_answers_first(evrun: Evrun, one_worker: bytes, tmp_path: Path) -> None:
+    script = tmp_path / "faults.json"
+    script.write_text(json.dumps([{"rank": rank, "at": "write", "do": "delay", "ms": 4} for rank in range(4)]))
+    assert logits_file(evrun, 4, "--faults", str(script)) == one_worker
