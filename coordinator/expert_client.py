@@ -42,6 +42,8 @@ class LayerCall:
     slot: int
     tokens: int
     ids: npt.NDArray[np.int32]
+    draws: list[int]
+    """Tokens that chose each expert of the layer."""
     open: list[Piece]
     """Pieces without a share yet, wherever they are."""
     homeless: list[Piece] = field(default_factory=list)
@@ -76,7 +78,8 @@ class ExpertClient:
         self._x[slot][:tokens].copy_(x)
         np.copyto(self._fleet.calls.ids(slot, tokens), ids.cpu().numpy())
         np.copyto(self._fleet.calls.weights(slot, tokens), weights.cpu().numpy())
-        call = LayerCall(layer, slot, tokens, self._fleet.calls.ids(slot, tokens).copy(), [])
+        own_ids = self._fleet.calls.ids(slot, tokens).copy()
+        call = LayerCall(layer, slot, tokens, own_ids, np.bincount(own_ids.ravel()).tolist(), [])
         self._call = call
         self._await_live()
         for rank, experts in deal(call.ids.ravel().tolist(), self._fleet.live(), self._spec.deal).items():
@@ -169,7 +172,7 @@ class ExpertClient:
 
     def _take(self, call: LayerCall, piece: Piece, rank: int, message: Partial) -> str | None:
         """Accept a share, or say what is wrong with it."""
-        rows = int(np.isin(call.ids, piece.experts).sum())
+        rows = sum(call.draws[e] for e in piece.experts)
         if message.rows != rows:
             return f"its reply has {message.rows} rows, {rows} were asked for"
         memory = self._fleet.replies[rank]

@@ -86,9 +86,11 @@ class Fleet:
         self._watched: dict[int, Callable[[], None]] = {}
         self.watch(self._hub.fd, self._hub_stirs)
         self.watch(spec.lifeline_fd, self._launcher_gone)
-        self.watch(self._launcher.fileno(), lambda: None)
+        self._launcher_stirs = True
+        self.watch(self._launcher.fileno(), self._launcher_speaks)
         for fd in self._group.fds():
             self.watch(fd, lambda: None)
+        self._look_at = 0.0
         self._pidfds: dict[int, int] = {}
         self._status_at = 0.0
         self.status: Callable[[], supervision.Status] | None = None
@@ -123,21 +125,21 @@ class Fleet:
 
     def pump(self, timeout_s: float) -> list[Event]:
         """Everything that happened; waits up to `timeout_s` when nothing has. Raises ShutdownError."""
-        events = self._take()
-        if not events:
-            busy = any(r.in_flight or r.state == "starting" for r in self.ranks)
-            wait_s = min(timeout_s, TICK_S) if busy else min(timeout_s, STATUS_EVERY_S)
-            ready = [fd for fd, _ in self._poll.poll(wait_s * 1000)]
-            for fd in ready:
-                if fd in self._watched:
-                    self._watched[fd]()
-            # What a process said before it died counts: messages first, then deaths.
-            events = self._take()
-            for fd in ready:
-                if fd in self._pidfds:
-                    events += self._died(self.ranks[self._pidfds[fd]])
-            events += self._look()
-        self._report()
+        busy = any(r.in_flight or r.state == "starting" for r in self.ranks)
+        wait_s = 0.0 if self._hub.may_have or self._launcher_stirs else min(timeout_s, TICK_S if busy else STATUS_EVERY_S)
+        ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
+        for fd in ready:
+            if fd in self._watched:
+                self._watched[fd]()
+        # What a process said before it died counts: messages first, then deaths.
+        events = self._take(ready)
+        for fd in ready & self._pidfds.keys():
+            events += self._died(self.ranks[self._pidfds[fd]])
+        now_s = time.monotonic()
+        if busy and now_s - self._look_at >= TICK_S:
+            self._look_at = now_s
+            events += self._look(now_s)
+        self._report(now_s)
         return events
 
     def abandon(self) -> None:
@@ -157,14 +159,17 @@ class Fleet:
         for fd in self._pidfds:
             os.close(fd)
 
-    def _take(self) -> list[Event]:
-        """Messages of workers and of the launcher, without waiting."""
+    def _take(self, ready: set[int]) -> list[Event]:
+        """Messages of workers and of the launcher, without waiting. `ready`: descriptors that turned readable."""
         events: list[Event] = []
-        while (packet := self._from_launcher()) is not None:  # first: a rank's ready counts once its start is known
-            events += self._told(*packet)
+        while self._launcher_stirs:  # first: a rank's ready counts once its start is known
+            packet = self._from_launcher()
+            self._launcher_stirs = packet is not None
+            if packet:
+                events += self._told(*packet)
         for rank, incarnation, message in self._hub.receive():
             events += self._heard(rank, incarnation, message)
-        for rank, data in self._group.receive():
+        for rank, data in self._group.receive(ready):
             try:
                 message = codec.decode(data)
             except CodecError as error:
@@ -227,10 +232,9 @@ class Fleet:
         log.warning("rank %d (incarnation %d, pid %d) died%s", rank.rank, rank.incarnation, rank.pid, _owing(owed, rank.last_layer))
         return [Lost(rank.rank, owed, dead=True)]
 
-    def _look(self) -> list[Event]:
+    def _look(self, now_s: float) -> list[Event]:
         """Stalls, by the progress records."""
         events: list[Event] = []
-        now_s = time.monotonic()
         for rank in self.ranks:
             if rank.state not in ("starting", "ready", "serving", "stalled"):
                 continue
@@ -292,8 +296,7 @@ class Fleet:
         """Tell the launcher why the run cannot go on."""
         self._tell(supervision.Fatal(exit_code, error))
 
-    def _report(self) -> None:
-        now_s = time.monotonic()
+    def _report(self, now_s: float) -> None:
         if self.status is None or not (self.changed or now_s - self._status_at >= STATUS_EVERY_S):
             return
         self.changed = not self._tell(self.status())
@@ -309,6 +312,9 @@ class Fleet:
 
     def _hub_stirs(self) -> None:
         self._hub.may_have = True
+
+    def _launcher_speaks(self) -> None:
+        self._launcher_stirs = True
 
     def _launcher_gone(self) -> None:
         raise ShutdownError("the launcher is gone")

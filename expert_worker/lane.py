@@ -71,8 +71,25 @@ class CpuLane:
         return done
 
 
+class EmptyLane:
+    """Computes nothing: what is left of a layer call is the way there and back (`evrun bench ipc`)."""
+
+    backend = rung = "empty"
+
+    def __init__(self) -> None:
+        self.bytes_by_rung: dict[str, int] = {}
+
+    def compute(
+        self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
+        out: npt.NDArray[Any],
+    ) -> int:  # fmt: skip
+        return int(np.isin(ids, experts).sum())
+
+
 def open_lane(spec: WorkerSpec, config: ModelConfig, rows: Rows, beat: Callable[[], None]) -> Lane:
     """The lane of the spec's device. A card's lane will be a sibling of CpuLane."""
+    if spec.backend == "empty":
+        return EmptyLane()
     if spec.device != "cpu":
         raise DeviceError(f"rank {spec.rank}: device {spec.device}: this build has no card backend; use --device cpu")
     return CpuLane(spec, config, rows, beat)

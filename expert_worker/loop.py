@@ -67,7 +67,7 @@ class Loop:
         x = self._calls.x(call.slot, call.tokens)
         ids, weights = self._calls.ids(call.slot, call.tokens), self._calls.weights(call.slot, call.tokens)
         self._faults.at("read", number)
-        out = self._result(call, int(np.isin(ids, call.experts).sum()))
+        out = self._result(call, ids)
         answer: Partial | Failed
         try:
             rows = self._lane.compute(call.layer, call.experts, x, ids, weights, out)
@@ -83,8 +83,10 @@ class Loop:
         self._answer(answer, out, self._faults.at("write", number))
         self._heart.enter("ready")
 
-    def _result(self, call: Call, rows: int) -> npt.NDArray[Any]:
-        return self._reply.rows(rows) if self._reply.layout.exact else self._reply.partial(call.tokens)
+    def _result(self, call: Call, ids: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+        if self._reply.layout.exact:
+            return self._reply.rows(int(np.isin(ids, call.experts).sum()))
+        return self._reply.partial(call.tokens)
 
     def _answer(self, answer: Partial | Failed, out: npt.NDArray[Any], fault: str | None) -> None:
         data = codec.encode(answer)

@@ -7,6 +7,7 @@ None, lists and dicts of these); lists stay lists. Everything a peer can get wro
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgpack
@@ -21,6 +22,17 @@ class CodecError(ValueError):
 
 
 T = TypeVar("T")
+Check = Callable[[Any], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """A registered message, with what a layer call should not work out again each time."""
+
+    cls: type[Any]
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    checks: tuple[Check, ...]
 
 
 class Codec:
@@ -28,20 +40,23 @@ class Codec:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._by_kind: dict[str, type[Any]] = {}
+        self._by_kind: dict[str, _Shape] = {}
 
     def register(self, cls: type[T]) -> type[T]:
         assert dataclasses.is_dataclass(cls)
         assert cls.__name__ not in self._by_kind
-        self._by_kind[cls.__name__] = cls
+        fields = dataclasses.fields(cls)
+        types = tuple(str(f.type) for f in fields)
+        self._by_kind[cls.__name__] = _Shape(cls, tuple(f.name for f in fields), types, tuple(map(_check_of, types)))
         return cls
 
     def encode(self, message: Any) -> bytes:
         """Raises CodecError when the message is too long."""
-        fields = [getattr(message, f.name) for f in dataclasses.fields(message)]
-        data: bytes = msgpack.packb([VERSION, type(message).__name__, *fields], use_bin_type=True)
+        kind = type(message).__name__
+        fields = [getattr(message, name) for name in self._by_kind[kind].names]
+        data: bytes = msgpack.packb([VERSION, kind, *fields], use_bin_type=True)
         if len(data) > MAX_BYTES:
-            raise CodecError(f"{self.name}: message {type(message).__name__} is {len(data)} bytes, at most {MAX_BYTES}")
+            raise CodecError(f"{self.name}: message {kind} is {len(data)} bytes, at most {MAX_BYTES}")
         return data
 
     def decode(self, data: bytes | memoryview) -> Any:
@@ -57,16 +72,15 @@ class Codec:
         version, kind, fields = raw[0], raw[1], raw[2:]
         if version != VERSION:
             raise CodecError(f"{self.name}: protocol version {VERSION} expected, found {version!r}")
-        cls = self._by_kind.get(kind) if isinstance(kind, str) else None
-        if cls is None:
+        shape = self._by_kind.get(kind) if isinstance(kind, str) else None
+        if shape is None:
             raise CodecError(f"{self.name}: unknown message {kind!r}; known: {', '.join(sorted(self._by_kind))}")
-        declared = dataclasses.fields(cls)
-        if len(fields) != len(declared):
-            raise CodecError(f"{self.name}: {kind} has {len(declared)} fields, found {len(fields)}")
-        for f, value in zip(declared, fields, strict=True):
-            if not _fits(str(f.type), value):
-                raise CodecError(f"{self.name}: {kind}.{f.name} must be {f.type}, found {type(value).__name__}")
-        return cls(*fields)
+        if len(fields) != len(shape.names):
+            raise CodecError(f"{self.name}: {kind} has {len(shape.names)} fields, found {len(fields)}")
+        for check, value, name, expected in zip(shape.checks, fields, shape.names, shape.types, strict=True):
+            if not check(value):
+                raise CodecError(f"{self.name}: {kind}.{name} must be {expected}, found {type(value).__name__}")
+        return shape.cls(*fields)
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {
@@ -79,36 +93,30 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 }
 
 
-def _fits(annotation: str, value: Any) -> bool:
+def _check_of(annotation: str) -> Check:
     """Whether a decoded value has the annotated type: names of _PLAIN, `A | B`, `list[X]`, `dict[K, V]`."""
-    if "[" not in annotation:
-        return any(_is_plain(part.strip(), value) for part in annotation.split("|"))
-    for part in _split_union(annotation):
-        head, _, inner = part.partition("[")
-        if not inner:
-            if _is_plain(head, value):
-                return True
-        elif head == "list" and isinstance(value, list):
-            if all(_fits(inner[:-1], item) for item in value):
-                return True
-        elif head == "dict" and isinstance(value, dict):
-            key, _, item = inner[:-1].partition(",")
-            if all(_fits(key.strip(), k) and _fits(item.strip(), v) for k, v in value.items()):
-                return True
-    return False
+    checks = [_check_of_one(part) for part in _split(annotation, "|")]
+    return checks[0] if len(checks) == 1 else lambda value: any(check(value) for check in checks)
 
 
-def _is_plain(name: str, value: Any) -> bool:
-    kinds = _PLAIN.get(name, ())
-    return isinstance(value, kinds) and (name == "bool" or not isinstance(value, bool))
+def _check_of_one(annotation: str) -> Check:
+    head, _, inner = annotation.partition("[")
+    if head == "list":
+        item = _check_of(inner[:-1])
+        return lambda value: isinstance(value, list) and all(map(item, value))
+    if head == "dict":
+        key, entry = map(_check_of, _split(inner[:-1], ","))
+        return lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(entry, value.values()))
+    kinds, may_be_bool = _PLAIN[head], head == "bool"
+    return lambda value: isinstance(value, kinds) and (may_be_bool or not isinstance(value, bool))
 
 
-def _split_union(annotation: str) -> list[str]:
-    """`A | list[B | C]` -> [`A`, `list[B | C]`]."""
+def _split(annotation: str, at: str) -> list[str]:
+    """Split where no bracket is open: `A | list[B | C]` at `|` -> [`A`, `list[B | C]`]."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(annotation):
         depth += (c == "[") - (c == "]")
-        if c == "|" and depth == 0:
+        if c == at and depth == 0:
             parts.append(annotation[start:i].strip())
             start = i + 1
     return [*parts, annotation[start:].strip()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from collections.abc import Container
 
 from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
 from evrun.expert_worker.wire.zmq_link import ZmqPort
@@ -43,8 +44,8 @@ class DoorbellGroup:
             os.eventfd_write(self._bells[rank][0], 1)
         return True
 
-    def receive(self) -> list[tuple[int, bytes]]:
-        return [(rank, self._replies[rank].read()) for rank, (_, bell) in enumerate(self._bells) if _hush(bell)]
+    def receive(self, ready: Container[int]) -> list[tuple[int, bytes]]:
+        return [(rank, self._replies[rank].read()) for rank, (_, bell) in enumerate(self._bells) if bell in ready and _hush(bell)]
 
 
 class DoorbellPort(ZmqPort):

@@ -6,6 +6,7 @@ replies in shared cells, an eventfd rung for each; hello, ready and stop still o
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Protocol
 
 from evrun.expert_worker.wire.hub import Hub
@@ -25,8 +26,11 @@ class ExpertGroup(Protocol):
         """Hand a call to a rank, without waiting. False when this incarnation cannot be reached."""
         ...
 
-    def receive(self) -> list[tuple[int, bytes]]:
-        """(rank, message) of every reply that came, without waiting. Messages of the hub are not among them."""
+    def receive(self, ready: Container[int]) -> list[tuple[int, bytes]]:
+        """(rank, message) of the replies that came, without waiting; `ready`: descriptors that turned readable.
+
+        Messages of the hub are not among them.
+        """
         ...
 
 

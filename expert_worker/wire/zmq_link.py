@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from collections.abc import Container
 
 import zmq
 
@@ -24,7 +25,7 @@ class ZmqGroup:
     def submit(self, rank: int, incarnation: int, data: bytes) -> bool:
         return self._hub.send(rank, incarnation, data)
 
-    def receive(self) -> list[tuple[int, bytes]]:
+    def receive(self, ready: Container[int]) -> list[tuple[int, bytes]]:
         return []
 
 

@@ -34,7 +34,8 @@ class Herd:
         config = self.checkpoint.config
         options = {
             "numerics": "reference", "dtype": "bfloat16", "combine": "exact", "deal": "sorted", "transport": "doorbell", "chunk": 64,
-            "on_loss": "elastic", "stall_timeout_s": 2.0, "kill_timeout_s": 30.0, "faults": [], "check_payload": False, "backend": registry.choose()[0],
+            "on_loss": "elastic", "stall_timeout_s": 2.0, "kill_timeout_s": 30.0, "faults": [], "check_payload": False,
+            "backend": registry.choose()[0],
             **options,
         }  # fmt: skip
         self.options = options
@@ -73,7 +74,8 @@ class Herd:
         spec = WorkerSpec(
             run_id=self.run_id, name="test", secret=self.secret, rank=rank, world_size=len(self.reply_fds),
             incarnation=self.incarnations[rank], checkpoint=str(self.checkpoint.directory), shard_identity=self.checkpoint.identity(),
-            device="cpu", cpus=sorted(os.sched_getaffinity(0)), threads=1, backend=o["backend"], numerics=o["numerics"], dtype=o["dtype"], combine=o["combine"],
+            device="cpu", cpus=sorted(os.sched_getaffinity(0)), threads=1, backend=o["backend"], numerics=o["numerics"],
+            dtype=o["dtype"], combine=o["combine"],
             prefill_chunk=o["chunk"], transport=o["transport"], hub_address=self.address, call_fd=self.call_fd,
             reply_fd=self.reply_fds[rank], request_bell_fd=self.bells[rank][0], reply_bell_fd=self.bells[rank][1],
             lifeline_fd=self._lifeline[0], launcher_pid=os.getpid(), faults=o["faults"],

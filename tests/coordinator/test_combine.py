@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+
 from evrun.coordinator.combine import Share, combine_partials, combine_rows, widen
 from evrun.coordinator.deal import deal
 

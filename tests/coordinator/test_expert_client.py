@@ -201,9 +201,9 @@ def test_a_bad_scale_byte_is_the_requests_error_and_kills_nobody(tmp_path: Path)
         for part in (tensor.name, "row 5", "found 255", f"layer {LAYER}"):
             assert part in str(error.value)
         h.experts.abandon()
-        clean = [t for t in range(len(CASE.ids)) if int(CASE.ids[0, 0]) not in CASE.ids[t].tolist()][0]
+        clean = next(t for t in range(len(CASE.ids)) if int(CASE.ids[0, 0]) not in CASE.ids[t].tolist())
         t = slice(clean, clean + 1)
         out = h.experts(LAYER, CASE.x[t], CASE.ids[t], CASE.weights[t])().numpy()
         assert (out == CASE.expected[t]).all()
         assert all(p.poll() is None for p in h.processes.values())
-        assert [i for i in h.incarnations.values()] == [1, 1, 1]
+        assert list(h.incarnations.values()) == [1, 1, 1]

@@ -1,4 +1,5 @@
 import torch
+
 from evrun.coordinator.sampler import Sampler, best
 
 

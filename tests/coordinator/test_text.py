@@ -2,9 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-from evrun.coordinator.text import GrowingText, Text
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evrun.coordinator.text import GrowingText, Text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VOCAB = 512

@@ -1,10 +1,11 @@
 import msgpack
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from evrun.expert_worker.wire import messages, requests, supervision
 from evrun.expert_worker.wire.codec import MAX_BYTES, VERSION, Codec, CodecError
 from evrun.expert_worker.wire.messages import Call, Hello, Partial
-from hypothesis import given
-from hypothesis import strategies as st
 
 CODECS = [messages.codec, requests.codec, supervision.codec]
 plain = st.recursive(

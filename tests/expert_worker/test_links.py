@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+
 from evrun.expert_worker.wire.hub import Hub, identity_of
 from evrun.expert_worker.wire.link import TRANSPORTS, ExpertGroup, ExpertPort, open_group, open_port
 from evrun.expert_worker.wire.messages import Call, Hello, Partial, Stop, codec
@@ -49,7 +50,7 @@ class Ends:
         while len(found) < count and time.monotonic() < deadline:
             self.hub.may_have = True
             found += [(rank, message) for rank, _, message in self.hub.receive()]
-            found += [(rank, codec.decode(data)) for rank, data in self.group.receive()]
+            found += [(rank, codec.decode(data)) for rank, data in self.group.receive(self.group.fds())]
             time.sleep(0.001)
         return found
 
@@ -99,7 +100,7 @@ def test_calls_reach_their_rank_and_replies_name_theirs(ends: Ends) -> None:
 
 def test_nothing_comes_from_nothing(ends: Ends) -> None:
     assert ends.ports[0].receive(0.01) is None
-    assert ends.group.receive() == []
+    assert ends.group.receive(ends.group.fds()) == []
 
 
 def test_stop_reaches_a_worker_that_waits(ends: Ends) -> None:

@@ -1,12 +1,13 @@
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from evrun.expert_worker.wire import heartbeat
 from evrun.expert_worker.wire.errors import DeviceError
 from evrun.expert_worker.wire.messages import Call, Partial, codec
 from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory, SlotLayout
-from hypothesis import given
-from hypothesis import strategies as st
 
 RELEASE = SlotLayout(world_size=4, tokens=512, hidden=5120, top_k=6, itemsize=2, exact=False, num_experts=384)
 
