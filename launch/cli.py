@@ -6,6 +6,7 @@ Nothing here or below imports torch, so that `evrun --help` is quick and the lau
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -88,11 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         drop(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return _unexpected(error)
+        return _fail(RUNNING, f"{error.filename or 'the answer'} cannot be written: {error.strerror}")
     except Exception as error:
-        where = _keep_traceback()
-        return _fail(RUNNING, f"unexpected {type(error).__name__}: {error}; the traceback is in {where}, please report it")
+        return _unexpected(error)
     finally:
         settle()
+
+
+def _unexpected(error: Exception) -> int:
+    where = _keep_traceback()
+    return _fail(RUNNING, f"unexpected {type(error).__name__}: {error}; the traceback is in {where}, please report it")
 
 
 def _fail(exit_code: int, text: str) -> int:

@@ -56,8 +56,10 @@ def launch(
     with RunDir.acquire(base, config.name) as run_dir:
         for note in run_dir.notes:
             screen.note(note)
-        plan = _plan(config, request, screen)
+        plan, notes = _plan(config, request)
         logs = LogFolder.open(log_folder(config.name, os.environ))
+        for note in notes:
+            screen.note(note)
         handler = _log_to(logs, screen, config.log_level)
         on_log(handler.fd)
         try:
@@ -74,18 +76,15 @@ def launch(
             os.close(handler.fd)
 
 
-def _plan(config: RunConfig, request: RequestConfig | None, screen: Screen) -> Plan:
+def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, list[str]]:
+    """The plan, and what people should know of it. Everything that can be refused is refused here."""
     checkpoint = Checkpoint.open(config.checkpoint)
-    for warning in checkpoint.warnings:
-        screen.note(warning)
     kernel, passed_over = cpu_kernel.choose(config.cpu_kernel)
     machine = devices.look(os.environ)
     plan = make_plan(config, machine, checkpoint.config, checkpoint.identity(), kernel, read_faults(config.faults))
     if request is not None:
         check_request(request, checkpoint.config, plan.max_context)
-    for note in (*plan.notes, *filter(None, [passed_over])):
-        screen.note(note)
-    return plan
+    return plan, [*checkpoint.warnings, *plan.notes, *filter(None, [passed_over])]
 
 
 def _supervise(supervisor: Supervisor, info: RunInfo, request: RequestConfig | None, screen: Screen, signals: Signals) -> Ending:

@@ -124,7 +124,9 @@ class Terminal:
 
         if self._bar is None:
             columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[more]}", markup=False))
-            self._bar = Progress(*columns, console=Console(file=self._out), auto_refresh=False, transient=True)
+            self._bar = Progress(
+                *columns, console=Console(file=self._out), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
             self._bar.add_task("", total=None, more="")
             self._bar.start()
         more = [sizes(loading.done_bytes, loading.total_bytes)] if loading.total_bytes else []
