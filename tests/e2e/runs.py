@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -19,6 +19,15 @@ from safetensors.numpy import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = {"fp32": ("float32", "reference"), "fp32noaq": ("float32", "weights-only"), "bf16": ("bfloat16", "reference")}
+
+
+class Dumped(NamedTuple):
+    """A request's answer and dumps."""
+
+    answer: dict[str, Any]
+    logits: np.ndarray
+    routes: dict[str, np.ndarray]
+    logits_file: bytes
 
 
 class Evrun:
@@ -70,11 +79,11 @@ class Evrun:
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
-    def dumped(self, ids: list[int], *args: str, name: str = "default", new: int = 16) -> tuple[dict[str, Any], np.ndarray, dict[str, Any], bytes]:
+    def dumped(self, ids: list[int], *args: str, name: str = "default", new: int = 16) -> Dumped:
         """(answer, logits, routes, the logits file's bytes)."""
         logits, routes = self.folder / "logits.safetensors", self.folder / "routes.safetensors"
         answer = self.generate(ids, "--dump-logits", str(logits), "--dump-routes", str(routes), *args, name=name, new=new)
-        return answer, load_file(logits)["logits"], load_file(routes), logits.read_bytes()
+        return Dumped(answer, load_file(logits)["logits"], load_file(routes), logits.read_bytes())
 
     def pids(self) -> list[int]:
         """Processes of runs in this folder that are alive."""
