@@ -1,0 +1,192 @@
+"""kernels.api.CpuBackend over the native library."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evrun.kernels.api import BadScaleError, Combine, FfnShape, Row
+from evrun.kernels.native import library
+
+_TENSORS = {1: "w1", 3: "w3", 2: "w2"}
+_KEPT_ROWS = 16384
+"""Rows whose addresses are remembered: asking numpy for one costs as much as the rest of a call."""
+
+
+def create(
+    shape: FfnShape, max_tokens: int, top_k: int, threads: int, cpus: Sequence[int] | None = None, variant: str | None = None
+) -> NativeBackend:
+    """Make a backend with its threads and all memory it will need.
+
+    max_tokens  most tokens of a call; top_k: most experts of a token
+    threads     the calling thread included
+    cpus        [threads] thread i > 0 is pinned to cpus[i]; the calling thread is the caller's own to pin
+    variant     a name of `variants()`; default: the last one that this CPU supports
+    Raises NativeLibraryError (library, memory or threads), ValueError (an argument, what was expected).
+    """
+    if shape.hidden % 32 or shape.intermediate % 32 or min(shape.hidden, shape.intermediate) < 32:
+        raise ValueError(f"hidden {shape.hidden} and intermediate {shape.intermediate}: expected multiples of 32")
+    if min(max_tokens, top_k, threads) < 1:
+        raise ValueError(f"max_tokens {max_tokens}, top_k {top_k}, threads {threads}: expected at least 1 each")
+    if cpus is not None and len(cpus) < threads:
+        raise ValueError(f"{len(cpus)} CPUs for {threads} threads: expected one each")
+    known = library.variants()
+    if variant is None:
+        index = max(i for i, v in enumerate(known) if v.supported)
+    else:
+        names = [v.name for v in known]
+        if variant not in names:
+            raise ValueError(f"CPU kernel {variant!r}: unknown; known: {', '.join(names)}")
+        index = names.index(variant)
+        if not known[index].supported:
+            raise ValueError(f"CPU kernel {variant!r} ({known[index].description}): not supported by this CPU")
+    return NativeBackend(shape, max_tokens, top_k, threads, cpus, index, known[index].name)
+
+
+class NativeBackend:
+    """Made by `create`. One thread at a time may call it."""
+
+    def __init__(
+        self, shape: FfnShape, max_tokens: int, top_k: int, threads: int, cpus: Sequence[int] | None, index: int, variant: str
+    ) -> None:
+        self.name = f"native-{variant}"
+        self.shape, self.max_tokens, self.top_k, self.threads = shape, max_tokens, top_k, threads
+        self._library = library.load()
+        pinned = (ctypes.c_int32 * threads)(*list(cpus)[:threads]) if cpus is not None else None
+        config = library.Config(
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            swiglu_limit=shape.swiglu_limit,
+            quantise=shape.numerics == "reference",
+            bfloat16=shape.dtype == "bfloat16",
+            max_tokens=max_tokens,
+            top_k=top_k,
+            threads=threads,
+            cpus=ctypes.addressof(pinned) if pinned is not None else None,
+        )
+        self._engine: int | None = self._library.evrun_create(index, ctypes.byref(config))
+        if not self._engine:
+            raise library.NativeLibraryError(f"{self.name}: no memory or no threads for {threads} threads and {max_tokens} tokens")
+        self._x_dtype = np.dtype(shape.activation_dtype)
+        self._call, self._fault = library.Call(), library.Fault()
+        self._call_ref, self._fault_ref = ctypes.byref(self._call), ctypes.byref(self._fault)
+        self._packed: dict[int, tuple[Row, bytes]] = {}
+        self._beat: tuple[Callable[[], None], _Beat] | None = None
+
+    def call(
+        self,
+        x: npt.NDArray[Any],
+        ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32],
+        experts: Sequence[int],
+        rows: Sequence[Row],
+        out: npt.NDArray[Any],
+        combine: Combine,
+        beat: Callable[[], None] | None = None,
+    ) -> int:
+        """See kernels.api.CpuBackend. Handing in the same Row objects again saves some microseconds each.
+
+        Raises BadScaleError; ValueError (which argument, expected, got); whatever `beat` raised, after the call.
+        """
+        if self._engine is None:
+            raise ValueError("the backend is closed")
+        tokens, exact = x.shape[0], combine == "exact"
+        hidden = self.shape.hidden
+        _check("x", x, self._x_dtype, (tokens, hidden))
+        _check("ids", ids, np.int32, (tokens, ids.shape[-1]))
+        _check("weights", weights, np.float32, ids.shape)
+        _check("out", out, self._x_dtype if exact else np.float32, (out.shape[0] if exact else tokens, hidden))
+        if len(experts) != len(rows):
+            raise ValueError(f"{len(experts)} experts, {len(rows)} rows: expected as many")
+        call = self._call
+        call.x, call.ids, call.weights, call.out = x.ctypes.data, ids.ctypes.data, weights.ctypes.data, out.ctypes.data
+        call.tokens, call.slots, call.num_experts, call.out_rows = tokens, ids.shape[1], len(experts), out.shape[0]
+        call.exact = exact
+        call.experts = struct.pack(f"={len(experts)}i", *experts)
+        known = self._packed
+        call.rows = b"".join([known[id(row)][1] if id(row) in known else self._pack(row) for row in rows])
+        if beat is None:
+            call.beat = None
+            done = self._library.evrun_run(self._engine, self._call_ref, self._fault_ref)
+        else:
+            if self._beat is None or self._beat[0] is not beat:
+                self._beat = (beat, _Beat(beat))
+            handler = self._beat[1]
+            call.beat = handler.address
+            done = self._library.evrun_run(self._engine, self._call_ref, self._fault_ref)
+            handler.raise_caught()
+        if done < 0:
+            self._refuse(done, tokens, ids.shape[1], experts, out)
+        return int(done)
+
+    def close(self) -> None:
+        """End the threads, free the memory, let go of the rows."""
+        engine, self._engine = self._engine, None
+        self._packed.clear()
+        if engine:
+            self._library.evrun_destroy(engine)
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None):
+            self.close()
+
+    def read(self, ranges: Sequence[npt.NDArray[np.uint8]]) -> int:
+        """Read the ranges once with this backend's threads and vector loads, doing nothing else: the floor of a timing."""
+        starts = (ctypes.c_void_p * len(ranges))(*[r.ctypes.data for r in ranges])
+        sizes = (ctypes.c_int64 * len(ranges))(*[r.nbytes for r in ranges])
+        return int(self._library.evrun_read(self._engine, starts, sizes, len(ranges)))
+
+    def _pack(self, row: Row) -> bytes:
+        """The addresses of a row, checked once and remembered: the row is kept, so that its id stays its own."""
+        h, i = self.shape.hidden, self.shape.intermediate
+        shapes = ((i, h // 2), (i, h // 32), (i, h // 2), (i, h // 32), (h, i // 2), (h, i // 32))
+        for name, array, expected in zip(Row._fields, row, shapes, strict=True):
+            _check(name, array, np.uint8, expected)
+        if len(self._packed) >= _KEPT_ROWS:
+            self._packed.clear()
+        packed = struct.pack("=6Q", *[array.ctypes.data for array in row])
+        self._packed[id(row)] = (row, packed)
+        return packed
+
+    def _refuse(self, code: int, tokens: int, slots: int, experts: Sequence[int], out: npt.NDArray[Any]) -> None:
+        fault = self._fault
+        if code == library.BAD_SCALE:
+            raise BadScaleError(fault.expert, _TENSORS[fault.tensor], fault.row)
+        if code == library.DUPLICATE:
+            raise ValueError(f"ids: token {fault.row} names expert {experts[fault.expert]} twice")
+        raise ValueError(
+            f"{tokens} tokens, {slots} experts a token, {out.shape[0]} rows in out: expected at most {self.max_tokens} tokens, "
+            f"{self.top_k} experts a token, and with combine exact a row of out for every (token, expert) of this rank"
+        )
+
+
+class _Beat:
+    """A Python callable as a C one. An exception cannot pass through C: it is kept and raised after the call."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._caught: BaseException | None = None
+
+        def guarded() -> None:
+            try:
+                beat()
+            except BaseException as error:
+                self._caught = error
+
+        self._function = library.BEAT(guarded)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
+
+    def raise_caught(self) -> None:
+        caught, self._caught = self._caught, None
+        if caught is not None:
+            raise caught
+
+
+def _check(name: str, array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        order = "" if array.flags.c_contiguous else ", not contiguous"
+        raise ValueError(f"{name}: expected {np.dtype(dtype)} {list(shape)}, got {array.dtype} {list(array.shape)}{order}")
