@@ -20,7 +20,7 @@ import click
 
 from evrun.expert_worker.wire.errors import RUNNING, USAGE, EvrunError
 from evrun.launch.signals import Interrupted
-from evrun.launch.streams import drop, settle
+from evrun.launch.streams import complete, drop, settle
 
 COMMANDS = {
     "launch": ("evrun.launch.commands.launch:command", "Start a run; with a prompt: generate, print, stop."),
@@ -73,6 +73,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. An error is one line on stderr, never a traceback."""
+    complete()
     try:
         result = cli.main(arguments, prog_name="evrun", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -79,12 +79,13 @@ def launch(
 def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, list[str]]:
     """The plan, and what people should know of it. Everything that can be refused is refused here."""
     checkpoint = Checkpoint.open(config.checkpoint)
-    kernel, passed_over = cpu_kernel.choose(config.cpu_kernel)
     machine = devices.look(os.environ)
-    plan = make_plan(config, machine, checkpoint.config, checkpoint.identity(), kernel, read_faults(config.faults))
+    plan = make_plan(config, machine, checkpoint.config, checkpoint.identity(), read_faults(config.faults))
     if request is not None:
         check_request(request, checkpoint.config, plan.max_context)
-    return plan, [*checkpoint.warnings, *plan.notes, *filter(None, [passed_over])]
+    if plan.uses_cpu:
+        plan = plan.with_cpu_kernel(*cpu_kernel.choose(config.cpu_kernel))
+    return plan, [*checkpoint.warnings, *plan.notes]
 
 
 def _supervise(supervisor: Supervisor, info: RunInfo, request: RequestConfig | None, screen: Screen, signals: Signals) -> Ending:

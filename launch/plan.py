@@ -6,6 +6,7 @@ process is started with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,9 +70,18 @@ class Plan:
     layout: SlotLayout
     identity: Identity
     cpu_kernel: str
+    """Backend of CPU workers; `auto` until `with_cpu_kernel`."""
     faults: tuple[Fault, ...]
     notes: tuple[str, ...]
     """For people: devices and cores, one line each."""
+
+    @property
+    def uses_cpu(self) -> bool:
+        return any(seat.device == "cpu" for seat in self.ranks)
+
+    def with_cpu_kernel(self, name: str, passed_over: str) -> Plan:
+        """This plan with the kernel that `launch.cpu_kernel` chose."""
+        return dataclasses.replace(self, cpu_kernel=name, notes=(*self.notes, *filter(None, [passed_over])))
 
     def coordinator_spec(self, wiring: Wiring, incarnation: int, supervision_fd: int) -> CoordinatorSpec:
         config = self.config
@@ -150,13 +160,11 @@ def make_plan(
     machine: Machine,
     model: ModelConfig,
     identity: Identity,
-    cpu_kernel: str,
     faults: Sequence[Fault] = (),
     no_backend: str = NO_CARD_BACKEND,
 ) -> Plan:
     """Raises UsageError (context), DeviceError (a card or a rung that was asked for is not there).
 
-    cpu_kernel  backend of CPU workers (launch.cpu_kernel)
     no_backend  why no card can be used even where there is one; empty when cards can
     """
     world = len(config.workers) or config.world or len(machine.cards) or DEFAULT_WORLD
@@ -171,9 +179,10 @@ def make_plan(
     chunk = min(config.prefill_chunk, max_context)
     layout = SlotLayout.of(model, world, chunk, config.dtype, config.combine)
     notes = [f"rank {rank} on the CPU: {seat.cause}" for rank, seat in enumerate(ranks) if seat.cause]
+    notes.append(describe_deadlines(config))
     notes.append(f"cores: {machine.cores_note}; {describe_shares(shares)}{shared_note}")
     coordinator = _seat("cpu", "", shares[0])
-    return Plan(config, world, ranks, coordinator, max_context, chunk, layout, identity, cpu_kernel, tuple(faults), tuple(notes))
+    return Plan(config, world, ranks, coordinator, max_context, chunk, layout, identity, config.cpu_kernel, tuple(faults), tuple(notes))
 
 
 def device_for_rank(rank: int, config: RunConfig, cards: Sequence[Card], no_card: str, no_backend: str) -> tuple[str, str]:
@@ -250,13 +259,20 @@ def describe_shares(shares: Sequence[Sequence[tuple[int, ...]]]) -> str:
     return ", ".join([f"coordinator {named[0]}", *(f"rank {rank}: {cpus}" for rank, cpus in enumerate(named[1:]))])
 
 
+def describe_deadlines(config: RunConfig) -> str:
+    start, first = f"start {config.start_timeout:g} s", f"first call {config.first_call_timeout:g} s"
+    return f"deadlines without progress: {start}, {first}, stall {config.stall_timeout:g} s, kill {config.kill_timeout:g} s"
+
+
 def faults_for(faults: Sequence[Fault], whom: int | str, incarnation: int) -> list[Fault]:
     """The scripted faults of one process: its `rank` (a number or `coordinator`), and its `incarnation` unless that is 0 (any)."""
     return [f for f in faults if f["rank"] == whom and f.get("incarnation", 0) in (0, incarnation)]
 
 
 def _seat(device: str, cause: str, share: Sequence[tuple[int, ...]]) -> Seat:
-    return Seat(device, cause, tuple(cpu for core in share for cpu in core), len(share))
+    """One CPU of each core comes first: thread i of a kernel is pinned to the i-th."""
+    threads = range(max(map(len, share)))
+    return Seat(device, cause, tuple(core[i] for i in threads for core in share if i < len(core)), len(share))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

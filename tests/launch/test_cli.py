@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -186,6 +187,12 @@ def test_stdout_that_is_full_is_no_traceback(here: World) -> None:
     with open("/dev/full", "w") as full:
         found = subprocess.run(here.command("--version"), stdout=full, stderr=subprocess.PIPE, text=True, env=here.env, timeout=60)
     assert (found.returncode, found.stderr) == (5, "evrun: the answer cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code(here: World, closed: str) -> None:
+    command = shlex.join(here.command("ps", "--name", "nothing"))
+    assert subprocess.run(["sh", "-c", f"exec {command} {closed}"], capture_output=True, env=here.env, timeout=60).returncode == 2
 
 
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:

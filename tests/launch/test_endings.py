@@ -131,6 +131,42 @@ def test_interrupted_while_it_loads(world: World) -> None:
     assert popen.returncode == 130
 
 
+@pytest.mark.parametrize("how", ["SIGINT", "stop"])
+def test_ended_during_the_request(world: World, how: str) -> None:
+    popen = world.start(*BASE, "--prompt-ids", "1", "--max-new-tokens", "4000")
+    assert popen.stdout is not None
+    assert popen.stdout.read(3) == "<1>"
+    if how == "stop":
+        world.tell(control.Stop("evrun stop"))
+    else:
+        popen.send_signal(signal.SIGINT)
+    _, err = popen.communicate(timeout=20)
+    assert popen.returncode == (5 if how == "stop" else 130)
+    assert ("lost during the request: evrun stop" in err) == (how == "stop")
+    assert world.processes() == []
+    assert world.leftovers() == []
+
+
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
+def test_a_detached_launch_that_ends_while_it_loads(world: World, how: str) -> None:
+    popen = world.start(*BASE, "--detach", "--faults", world.faults({"rank": "coordinator", "do": "slow"}))
+    view = world.until(world.ps_or_none, "the launcher answers")
+    if how == "interrupted":
+        popen.send_signal(signal.SIGINT)
+    else:
+        os.kill(view["launcher_pid"], signal.SIGKILL)
+    _, err = popen.communicate(timeout=20)
+    if how == "interrupted":
+        assert popen.returncode == 130
+        assert world.leftovers() == []
+    else:
+        assert popen.returncode == 5
+        assert "the launcher killed by SIGKILL during the start" in err.splitlines()[-1]
+    world.settle()
+    world.launch("--world", "1")
+    world.stop()
+
+
 def test_a_coordinator_that_never_speaks(world: World) -> None:
     faults = world.faults({"rank": "coordinator", "do": "silent"})
     found = world.run(*BASE, "--faults", faults, "--start-timeout", "1")
@@ -160,6 +196,18 @@ def test_a_killed_launcher_takes_everything_along_and_the_name_is_free(world: Wo
         f"{what}-{world.ps()['run']}.sock" for what in ("control", "requests")
     ]
     world.stop()
+
+
+def test_logs_are_followed_through_restarts_until_the_run_is_over(world: World) -> None:
+    world.launch("--world", "1")
+    popen = world.start("logs", "0", "-f")
+    assert popen.stdout is not None
+    assert popen.stdout.readline().endswith(" worker 0 1 INFO hello\n")
+    world.kill(0)
+    assert popen.stdout.readline().endswith(" worker 0 2 INFO hello\n")
+    world.stop()
+    out, err = popen.communicate(timeout=20)
+    assert (popen.returncode, out, err) == (0, "", "")
 
 
 def test_calls_served_reset_the_cap(world: World) -> None:

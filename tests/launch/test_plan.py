@@ -28,7 +28,7 @@ def machine(cards: tuple[Card, ...] = (), cores: int = 8) -> Machine:
 
 
 def plan(on: Machine | None = None, no_backend: str = "this build has no card backend", faults: Any = (), **settings: Any) -> Plan:
-    return make_plan(RunConfig(checkpoint="/c", **settings), on or machine(), MODEL, IDENTITY, "torch", faults, no_backend)
+    return make_plan(RunConfig(checkpoint="/c", **settings), on or machine(), MODEL, IDENTITY, faults, no_backend)
 
 
 def test_the_world_is_the_cards_found_else_four() -> None:
@@ -45,6 +45,10 @@ def test_auto_says_for_each_rank_why_it_has_no_card() -> None:
     assert [seat.device for seat in mixed.ranks] == ["cuda:GPU-0", "cuda:GPU-1", "cpu"]
     assert mixed.notes[0] == "rank 2 on the CPU: this machine has 2 card(s)"
     assert not [note for note in plan(device="cpu", world=2).notes if note.startswith("rank")]
+
+
+def test_deadlines_are_said() -> None:
+    assert "deadlines without progress: start 600 s, first call 60 s, stall 0.5 s, kill 30 s" in plan(stall_timeout=0.5).notes
 
 
 def test_cards_by_name() -> None:
@@ -90,7 +94,7 @@ def test_cores_are_divided_and_never_oversubscribed(cores: int, processes: int) 
 
 def test_hyperthreads_are_pinned_to_but_not_counted() -> None:
     made = plan(dataclasses.replace(machine(), cores=((0, 8), (1, 9), (2, 10))), world=1)
-    assert (made.coordinator.cpus, made.coordinator.threads) == ((0, 8, 1, 9), 2)
+    assert (made.coordinator.cpus, made.coordinator.threads) == ((0, 1, 8, 9), 2)
     assert (made.ranks[0].cpus, made.ranks[0].threads) == ((2, 10), 1)
 
 
@@ -121,14 +125,14 @@ def test_requests_are_checked_before_anything_starts() -> None:
 
 def test_specs_carry_everything_both_ways(tmp_path: Path) -> None:
     faults = [{"rank": 1, "do": "die"}, {"rank": 1, "incarnation": 2, "do": "x"}, {"rank": "coordinator", "do": "y"}]
-    made = plan(world=2, faults=faults, combine="exact", dtype="float32", max_context=64)
+    made = plan(world=2, faults=faults, combine="exact", dtype="float32", max_context=64).with_cpu_kernel("native-avx2", "")
     wiring = Wiring("run", "secret", "ipc://h", "/r", 3, 4, [5, 6], [-1, -1], [-1, -1], 7, 8, "/cache")
     file = tmp_path / "spec.json"
     worker = made.worker_spec(wiring, 1, 3)
     file.write_text(worker.dump())
     assert WorkerSpec.load(file) == worker
     assert (worker.rank, worker.incarnation, worker.call_fd, worker.reply_fd) == (1, 3, 4, 6)
-    assert worker.shard_identity == IDENTITY
+    assert (worker.shard_identity, worker.backend) == (IDENTITY, "native-avx2")
     assert worker.faults == [{"rank": 1, "do": "die"}]
     coordinator = made.coordinator_spec(wiring, 1, 9)
     file.write_text(coordinator.dump())
