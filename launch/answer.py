@@ -31,13 +31,15 @@ class Narrator:
             self._screen.note(f"{ahead} request{'s' if ahead > 1 else ''} ahead of this one")
 
     def started(self, started: Started) -> None:
-        self._screen.ready([line for line in (started.report, report.prompt_line(started)) if line and line not in self._said])
+        for line in (started.report, report.prompt_line(started)):
+            if line and line not in self._said:
+                self._screen.line(line)
 
     def prefill(self, done: int, total: int) -> None:
         now_s = time.monotonic()
         if done < total and now_s - self._prefill_at_s >= PREFILL_EVERY_S:
             self._prefill_at_s = now_s
-            self._screen.ready([f"prefill: {done} of {total} tokens"])
+            self._screen.line(f"prefill: {done} of {total} tokens")
 
     def token(self, token: Token) -> None:
         if self._streams and token.text:
@@ -66,7 +68,7 @@ def answer(
     elif result.text:
         write_out("\n")
     if result.finished is not None and result.error is None:
-        screen.ready([report.end_line(result.finished)])
+        screen.line(report.end_line(result.finished))
     return result
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from typing import Protocol
+from typing import Any, Protocol
 
 from evrun.expert_worker.wire.codec import MAX_BYTES, CodecError
 from evrun.expert_worker.wire.errors import RUNNING, RunError
@@ -60,33 +60,40 @@ def request(
 
 def _follow(connection: Connection, message: Generate, listener: Listener, cancel_fd: int, why_lost: Callable[[], str]) -> Result:
     result = Result()
-    try:
-        connection.send_bytes(codec.encode(message))
-        while True:
+    asked = codec.encode(message)
+    while result.finished is None and result.error is None:
+        try:
+            if asked:
+                connection.send_bytes(asked)
+                asked = b""
             ready = wait([connection, cancel_fd] if cancel_fd >= 0 else [connection])
-            if cancel_fd in ready:
-                raise CancelledError
-            said = codec.decode(connection.recv_bytes(MAX_BYTES))
-            if isinstance(said, Queued):
-                listener.queued(said.ahead)
-            elif isinstance(said, Started):
-                result.started = said
-                listener.started(said)
-            elif isinstance(said, Prefill):
-                listener.prefill(said.done, said.total)
-            elif isinstance(said, Token):
-                result.take(said)
-                listener.token(said)
-            elif isinstance(said, Finished):
-                result.finish(said)
-                return result
-            elif isinstance(said, Refused):
-                result.fail(said.exit_code, said.error)
-                return result
-    except (EOFError, ConnectionError, CodecError) as error:
-        cause = why_lost() or str(error) or "it is gone"
-        result.fail(RUNNING, f"the coordinator was lost during the request: {cause}")
-        return result
+            said = codec.decode(connection.recv_bytes(MAX_BYTES)) if connection in ready else None
+        except (EOFError, OSError, CodecError) as error:
+            cause = why_lost() or str(error) or "it is gone"
+            result.fail(RUNNING, f"the coordinator was lost during the request: {cause}")
+            return result
+        if cancel_fd in ready:
+            raise CancelledError
+        _take(said, result, listener)
+    return result
+
+
+def _take(said: Any, result: Result, listener: Listener) -> None:
+    """One message of the coordinator. What the listener raises (nobody reads stdout, Ctrl-C) is the caller's."""
+    if isinstance(said, Queued):
+        listener.queued(said.ahead)
+    elif isinstance(said, Started):
+        result.started = said
+        listener.started(said)
+    elif isinstance(said, Prefill):
+        listener.prefill(said.done, said.total)
+    elif isinstance(said, Token):
+        result.take(said)
+        listener.token(said)
+    elif isinstance(said, Finished):
+        result.finish(said)
+    elif isinstance(said, Refused):
+        result.fail(said.exit_code, said.error)
 
 
 def _connect(path: str, secret: str) -> Connection:

@@ -87,7 +87,12 @@ class Process:
         self._popen = popen
         self.pid = popen.pid
         # Before the first reap the pid cannot be reused, so both of these are about our child.
-        self.pidfd = os.pidfd_open(popen.pid)
+        try:
+            self.pidfd = os.pidfd_open(popen.pid)
+        except OSError:
+            popen.kill()  # a process that cannot be watched must not be
+            popen.wait()
+            raise
         self.started = start_time(popen.pid) or 0
 
     @classmethod

@@ -35,7 +35,13 @@ class Loading:
 class Screen(Protocol):
     """Where the launcher's words go."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Something to know, marked as ours."""
+        ...
+
+    def line(self, text: str) -> None:
+        """A line as it is."""
+        ...
 
     def loading(self, loading: Loading) -> None: ...
 
@@ -96,7 +102,11 @@ class Terminal:
 
     def note(self, text: str) -> None:
         self._stop_bar()
-        self._line(f"evrun: {text}")
+        self._write(f"evrun: {text}")
+
+    def line(self, text: str) -> None:
+        self._stop_bar()
+        self._write(text)
 
     def loading(self, loading: Loading) -> None:
         now_s = time.monotonic()
@@ -108,12 +118,12 @@ class Terminal:
         text = loading_text(loading, pace)
         if now_s - self._plain_at_s >= PLAIN_EVERY_S and text != self._plain_text:
             self._plain_at_s, self._plain_text = now_s, text
-            self._line(text)
+            self._write(text)
 
     def ready(self, report: list[str]) -> None:
         self._stop_bar()
         for line in report:
-            self._line(line)
+            self._write(line)
 
     def close(self) -> None:
         self._stop_bar()
@@ -145,7 +155,7 @@ class Terminal:
                 self._bar.stop()
             self._bar = None
 
-    def _line(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             self._out.write(text + "\n")
             self._out.flush()
@@ -160,6 +170,9 @@ class Pipe:
 
     def note(self, text: str) -> None:
         self._send({"note": text})
+
+    def line(self, text: str) -> None:
+        self._send({"line": text})
 
     def loading(self, loading: Loading) -> None:
         self._send({"loading": asdict(loading)})
@@ -208,6 +221,8 @@ def replay(line: bytes, screen: Screen) -> tuple[int, str | None] | None:
     event = json.loads(line)
     if "note" in event:
         screen.note(event["note"])
+    elif "line" in event:
+        screen.line(event["line"])
     elif "loading" in event:
         screen.loading(Loading(**event["loading"]))
     elif "ready" in event:

@@ -171,10 +171,15 @@ class Supervisor:
         incarnation = rank.start()
         try:
             child = self._crew.start_worker(rank.number, incarnation)
-            pidfd = os.dup(child.process.pidfd)
         except OSError as error:  # no memory, no process or descriptor left: as good as a death
             log.error("rank %d could not be started: %s", rank.number, error)
             self._after_death(rank, Death(time.monotonic(), 0, None, f"could not be started: {error}"))
+            return
+        try:
+            pidfd = os.dup(child.process.pidfd)
+        except OSError as error:  # without it the coordinator would not see the death: better no such process
+            child.why = f"no descriptor for the coordinator: {error}"
+            child.process.send(signal.SIGKILL)
             return
         self._tell(supervision.WorkerStarted(rank.number, incarnation, child.process.pid), pidfd)
 

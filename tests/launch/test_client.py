@@ -126,6 +126,17 @@ def test_an_interrupted_listener_cancels(path: str) -> None:
     assert server.join() == Cancel("the client gave up")
 
 
+def test_a_broken_pipe_of_the_listener_is_no_lost_coordinator(path: str) -> None:
+    class Unread(Recorder):
+        def token(self, token: Token) -> None:
+            raise BrokenPipeError
+
+    server = Server(path, lambda c: (say(c, Token(1, "x", [])), codec.decode(c.recv_bytes()))[1])
+    with pytest.raises(BrokenPipeError):
+        client.request(path, "secret", MESSAGE, Unread())
+    assert server.join() == Cancel("the client gave up")
+
+
 def test_a_wrong_secret_is_turned_away(path: str) -> None:
     server = Server(path, lambda c: None)
     with pytest.raises(RunError, match="turned this client away"):

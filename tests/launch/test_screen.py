@@ -19,6 +19,9 @@ class Recorder:
     def note(self, text: str) -> None:
         self.said.append(text)
 
+    def line(self, text: str) -> None:
+        self.said.append(f"line {text}")
+
     def loading(self, loading: Loading) -> None:
         self.said.append(loading)
 
@@ -86,14 +89,15 @@ def test_what_goes_through_the_pipe_comes_out_the_same(notes: list[str], done: i
     loading = Loading("p", done, 1 << 41, ["rank 1"])
     for text in notes:
         pipe.note(text)
+    pipe.line("a line")
     pipe.loading(loading)
     pipe.ready(report)
     pipe.note("after the end")
     pipe.close()
     with os.fdopen(read_fd, "rb") as lines:
         ends = [replay(line, seen) for line in lines]
-    assert seen.said == [*notes, loading, report]
-    assert ends == [None] * (len(notes) + 1) + [(0, None)]
+    assert seen.said == [*notes, "line a line", loading, report]
+    assert ends == [None] * (len(notes) + 2) + [(0, None)]
 
 
 def test_the_last_word_arrives_whole_however_long() -> None:
