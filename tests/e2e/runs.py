@@ -85,18 +85,18 @@ class Evrun:
         answer = self.generate(ids, "--dump-logits", str(logits), "--dump-routes", str(routes), *args, name=name, new=new)
         return Dumped(answer, load_file(logits)["logits"], load_file(routes), logits.read_bytes())
 
-    def pids(self) -> list[int]:
-        """Processes of runs in this folder that are alive."""
-        mine = str(self.folder)
+    def pids(self, name: str | None = None) -> list[int]:
+        """Processes of runs in this folder that are alive: of one run, or of all."""
+        mine = f"{self.folder}/run/evrun/{name}/" if name else str(self.folder)
         found = []
         for process in psutil.process_iter(["pid", "cmdline", "status"]):
             if process.info["status"] != psutil.STATUS_ZOMBIE and any(mine in part for part in process.info["cmdline"] or []):
                 found.append(process.info["pid"])
         return found
 
-    def assert_nothing_left(self, within_s: float = 3.0) -> None:
+    def assert_nothing_left(self, name: str | None = None, within_s: float = 3.0) -> None:
         deadline = time.monotonic() + within_s
-        while (pids := self.pids()) and time.monotonic() < deadline:
+        while (pids := self.pids(name)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not pids, [psutil.Process(p).cmdline() for p in pids]
 
@@ -123,7 +123,7 @@ def running(command: Evrun, checkpoint: Path, *args: str, world: int = 4, name: 
         yield command
     finally:
         command("stop", "--name", name)
-    command.assert_nothing_left()
+    command.assert_nothing_left(name)
 
 
 def prompts(config: str) -> list[dict[str, Any]]:
