@@ -37,6 +37,7 @@ class World:
             "XDG_RUNTIME_DIR": f"{self.folder}/run",
             "XDG_STATE_HOME": f"{self.folder}/state",
             "XDG_CACHE_HOME": f"{self.folder}/cache",
+            "TMPDIR": str(self.folder),
             "EVRUN_CPU_KERNEL": "torch",  # nothing to measure
             "WORLD_OF_TEST": str(self.folder),
         }
