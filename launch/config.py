@@ -74,7 +74,7 @@ class RunConfig:
     kill_timeout: float = setting(30.0, Number("S", above=True), "Seconds without progress until a rank is killed and restarted.")
     start_timeout: float = setting(600.0, Number("S", above=True), "The same while a process starts.")
     first_call_timeout: float = setting(60.0, Number("S", above=True), "The same as --stall-timeout for the first call of a process.")
-    transport: str = setting("zmq", Choice("HOW", ("zmq", "doorbell")), "How calls travel to the workers.")
+    transport: str = setting("doorbell", Choice("HOW", ("zmq", "doorbell")), "How calls travel to the workers.")
     check_payload: bool = setting(False, Switch(), "Checksum every partial.")
     log_level: str = setting("INFO", Choice("LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR")), "Least level that is logged.")
     faults: str | None = setting(None, FilePath(), "Scripted faults, for tests only.", hidden=True)

@@ -90,8 +90,8 @@ def test_a_vanished_client_frees_the_engine(evrun: Evrun, tmp_path: Path) -> Non
 
 def test_a_queue_is_served_in_order_and_its_limit_is_said(evrun: Evrun, tmp_path: Path) -> None:
     with running(evrun, FULL, "--faults", slow_script(tmp_path, 2), world=1):
-        waiting = [evrun.start("generate", "--prompt-ids", "0,3,17", "--max-new-tokens", "3", "--temperature", "0", "--ignore-eos", "--json")
-                   for _ in range(3)]  # fmt: skip
+        request = ("generate", "--prompt-ids", "0,3,17", "--max-new-tokens", "3", "--temperature", "0", "--ignore-eos", "--json")
+        waiting = [evrun.start(*request) for _ in range(3)]
         answers = [json.loads(p.communicate(timeout=60)[0])["token_ids"] for p in waiting]
         assert all(a == answers[0] and len(a) == 3 for a in answers)
 
