@@ -19,6 +19,8 @@ def main(spec_path: str) -> int:
     spec = WorkerSpec.load(spec_path)
     child.die_with_parent(spec.launcher_pid)
     child.pin(spec.cpus, spec.threads)
+    if spec.device != "cpu":  # before anything of CUDA is loaded: this process sees one card
+        os.environ["CUDA_VISIBLE_DEVICES"] = spec.device.partition(":")[2]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
 
     from evrun.expert_worker.wire import logs
@@ -40,7 +42,6 @@ def main(spec_path: str) -> int:
 def _serve(spec: WorkerSpec, started: float) -> None:
     from evrun.expert_worker.lane import open_lane
     from evrun.expert_worker.loop import Loop
-    from evrun.expert_worker.rows import Rows
     from evrun.expert_worker.wire import messages
     from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
     from evrun.expert_worker.wire.heartbeat import Heart
@@ -60,7 +61,7 @@ def _serve(spec: WorkerSpec, started: float) -> None:
     port = open_port(spec.transport, spec.hub_address, identity, spec.lifeline_fd, calls.cell(spec.rank), reply.cell, bells)
     with contextlib.closing(port):
         port.announce(messages.codec.encode(messages.Hello(spec.secret, spec.run_id, spec.rank, spec.incarnation, os.getpid())))
-        lane = open_lane(spec, config, Rows(checkpoint), heart.beat)
+        lane = open_lane(spec, checkpoint, reply, heart.beat)
         load_s = time.monotonic() - started
         log.info("ready in %.2f s: %s, rung %s, %d thread(s) on cores %s", load_s, lane.backend, lane.rung, spec.threads, spec.cpus)
         heart.enter("ready")

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
+from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError
+from evrun.expert_worker.wire.slots import ReplyMemory
 from evrun.kernels import registry, self_test
 from evrun.kernels.api import BadScaleError, Combine, FfnShape
 
@@ -19,9 +21,14 @@ from evrun.kernels.api import BadScaleError, Combine, FfnShape
 class Lane(Protocol):
     """Everything is allocated when it is made; `backend` and `rung` are what the build report and `ps` show."""
 
-    backend: str
-    rung: str
-    bytes_by_rung: dict[str, int]
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def rung(self) -> str: ...
+
+    @property
+    def bytes_by_rung(self) -> dict[str, int]: ...
 
     def compute(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
@@ -86,10 +93,12 @@ class EmptyLane:
         return int(np.isin(ids, experts).sum())
 
 
-def open_lane(spec: WorkerSpec, config: ModelConfig, rows: Rows, beat: Callable[[], None]) -> Lane:
-    """The lane of the spec's device. A card's lane will be a sibling of CpuLane."""
+def open_lane(spec: WorkerSpec, checkpoint: Checkpoint, reply: ReplyMemory, beat: Callable[[], None]) -> Lane:
+    """The lane of the spec's device. Raises DeviceError."""
     if spec.backend == "empty":
         return EmptyLane()
-    if spec.device != "cpu":
-        raise DeviceError(f"rank {spec.rank}: device {spec.device}: this build has no card backend; use --device cpu")
-    return CpuLane(spec, config, rows, beat)
+    if spec.device == "cpu":
+        return CpuLane(spec, checkpoint.config, Rows(checkpoint), beat)
+    from evrun.expert_worker.card.lane import CardLane
+
+    return CardLane(spec, checkpoint, reply, beat)

@@ -52,6 +52,14 @@ class WorkerSpec:
     log_level: str = "INFO"
     faults: list[dict[str, str | int | float]] = field(default_factory=list)
     """Scripted faults, for tests only."""
+    cache_dir: str = ""
+    """Folder for derived data that survives a run (compiled kernels)."""
+    card_cache_bytes: int = -1
+    """Card memory for the row cache; -1: what is free when everything else is allocated."""
+    pin_budget_bytes: int = 0
+    """Most bytes of shards registered with the driver at a time."""
+    rungs: list[str] = field(default_factory=lambda: ["registered", "arena"])
+    """Rungs below the card cache that may be used, in order."""
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -27,6 +27,7 @@ from evrun.launch.settings import (
     Integers,
     Number,
     Pattern,
+    Size,
     Switch,
     Text,
     Texts,
@@ -69,6 +70,8 @@ class RunConfig:
     prefill_chunk: int = setting(512, Integer(minimum=1, maximum=1 << 20), "Most tokens of one prefill piece.")
     max_context: int | None = setting(None, Integer(minimum=1), "Most positions of a request. Default: the model's maximum, at most 32768.")
     on_loss: str = setting("elastic", Choice("HOW", ("elastic", "wait")), "After a loss: deal again at once, or wait for the restart.")
+    card_cache: int | None = setting(None, Size(), "Card memory for rows that stay, per worker (0: none). Default: what is free.")
+    pin_budget: int | None = setting(None, Size(), "Most bytes of shards registered with the driver. Default: what memory allows.")
     require: str | None = setting(None, Choice("RUNG", RUNGS), "Fail where rows come from a lower rung than this.")
     stall_timeout: float = setting(2.0, Number("S", above=True), "Seconds without progress until a rank's work is dealt again.")
     kill_timeout: float = setting(30.0, Number("S", above=True), "Seconds without progress until a rank is killed and restarted.")

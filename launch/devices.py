@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,9 @@ class Machine:
     """Physical cores, each as its logical CPUs, within affinity mask and quota."""
     cores_note: str
     """For people: mask and quota."""
+    memory_bytes: int = 0
+    """What may still be pinned: free memory, control groups and `ulimit -l` taken into account."""
+    memory_note: str = ""
 
 
 def look(env: Mapping[str, str]) -> Machine:
@@ -55,7 +59,8 @@ def look(env: Mapping[str, str]) -> Machine:
     quota = cpu_quota()
     cores = usable_cores(physical_cores(mask), quota)
     note = f"{len(mask)} CPUs in the affinity mask, quota {'none' if quota is None else f'{quota:g} CPUs'}"
-    return Machine(tuple(cards), reason, tuple(cores), note)
+    memory_bytes, memory_note = lockable_memory_bytes()
+    return Machine(tuple(cards), reason, tuple(cores), note, memory_bytes, memory_note)
 
 
 def find_cards() -> tuple[list[Card], str]:
@@ -167,6 +172,15 @@ def available_memory_bytes(root: Path = ROOT) -> int:
         except (OSError, ValueError):
             continue
     return min(free, default=1 << 62)
+
+
+def lockable_memory_bytes(root: Path = ROOT) -> tuple[int, str]:
+    """(what may be pinned, for people: what limits it). Root is not held by `ulimit -l`."""
+    available = available_memory_bytes(root)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY or os.geteuid() == 0 or locked >= available:
+        return available, f"{available / 2**30:.1f} GiB of memory available"
+    return locked, f"ulimit -l allows {locked / 2**30:.2f} GiB; raise it to register more"
 
 
 def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

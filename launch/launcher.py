@@ -15,13 +15,14 @@ from evrun.expert_worker.wire.errors import RUNNING, EvrunError
 from evrun.expert_worker.wire.logs import DescriptorHandler, LineFormatter
 from evrun.launch import cpu_kernel, devices
 from evrun.launch.answer import answer, print_json
+from evrun.launch.card_trial import try_cards
 from evrun.launch.channels import Channels
 from evrun.launch.client import CancelledError
 from evrun.launch.config import RequestConfig, RunConfig
 from evrun.launch.crew import Crew
 from evrun.launch.faults import read_faults
 from evrun.launch.logs import LogFolder, log_folder
-from evrun.launch.plan import Plan, Wiring, check_request, make_plan
+from evrun.launch.plan import Plan, Wiring, cards_wanted, check_request, make_plan
 from evrun.launch.process import start_time
 from evrun.launch.report import Result
 from evrun.launch.run_dir import RunDir, RunInfo, base_dir
@@ -80,7 +81,8 @@ def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, list[
     """The plan, and what people should know of it. Everything that can be refused is refused here."""
     checkpoint = Checkpoint.open(config.checkpoint)
     machine = devices.look(os.environ)
-    plan = make_plan(config, machine, checkpoint.config, checkpoint.identity(), read_faults(config.faults))
+    unfit = try_cards(cards_wanted(config, machine), config, checkpoint.config, _cache_dir())
+    plan = make_plan(config, machine, checkpoint.config, checkpoint.identity(), read_faults(config.faults), unfit)
     if request is not None:
         check_request(request, checkpoint.config, plan.max_context)
     if plan.uses_cpu:
@@ -157,8 +159,12 @@ class Asker:
         return (ending.error or ending.asked_by) if ending is not None else ""
 
 
+def _cache_dir() -> str:
+    """Where derived data lives that survives a run."""
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "evrun")
+
+
 def _wire(run_dir: RunDir, channels: Channels) -> Wiring:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Wiring(
         run_id=run_dir.run_id,
         secret=secrets.token_hex(32),
@@ -171,7 +177,7 @@ def _wire(run_dir: RunDir, channels: Channels) -> Wiring:
         reply_bell_fds=channels.reply_bell_fds,
         lifeline_fd=channels.lifeline_fd,
         launcher_pid=os.getpid(),
-        cache_dir=str(Path(cache) / "evrun"),
+        cache_dir=_cache_dir(),
     )
 
 

@@ -21,7 +21,6 @@ from evrun.launch.faults import Fault
 
 DEFAULT_WORLD = 4
 DEFAULT_MAX_CONTEXT = 32768
-NO_CARD_BACKEND = "this build has no card backend"
 CPU_RUNG = "in-place"
 
 Identity = Mapping[str, tuple[int, int, int, int]]
@@ -71,6 +70,10 @@ class Plan:
     identity: Identity
     cpu_kernel: str
     """Backend of CPU workers; `auto` until `with_cpu_kernel`."""
+    pin_budget: int
+    """Bytes of shards that one worker may have registered with the driver."""
+    card_memory: Mapping[str, int]
+    """Memory of the cards in use, bytes, by device."""
     faults: tuple[Fault, ...]
     notes: tuple[str, ...]
     """For people: devices and cores, one line each."""
@@ -152,7 +155,18 @@ class Plan:
             launcher_pid=wiring.launcher_pid,
             log_level=config.log_level,
             faults=faults_for(self.faults, rank, incarnation),
+            cache_dir=wiring.cache_dir,
+            card_cache_bytes=self._card_cache(seat.device),
+            pin_budget_bytes=self.pin_budget,
+            rungs=["registered"] if config.require == "registered" else ["registered", "arena"],
         )
+
+    def _card_cache(self, device: str) -> int:
+        """Bytes of a worker's card cache; -1: what is free. Workers that share a card share three quarters of it."""
+        sharing = sum(seat.device == device for seat in self.ranks)
+        if self.config.card_cache is not None or sharing == 1:
+            return -1 if self.config.card_cache is None else self.config.card_cache
+        return self.card_memory.get(device, 0) * 3 // 4 // sharing
 
 
 def make_plan(
@@ -161,15 +175,15 @@ def make_plan(
     model: ModelConfig,
     identity: Identity,
     faults: Sequence[Fault] = (),
-    no_backend: str = NO_CARD_BACKEND,
+    unfit: Mapping[str, str] | None = None,
 ) -> Plan:
     """Raises UsageError (context), DeviceError (a card or a rung that was asked for is not there).
 
-    no_backend  why no card can be used even where there is one; empty when cards can
+    unfit  {uuid of a card: why it cannot be used}, from `launch.card_trial`; empty text when it can
     """
     world = len(config.workers) or config.world or len(machine.cards) or DEFAULT_WORLD
     max_context = context_limit(config.max_context, model)
-    placed = [device_for_rank(rank, config, machine.cards, machine.no_card, no_backend) for rank in range(world)]
+    placed = [device_for_rank(rank, config, machine.cards, machine.no_card, unfit or {}) for rank in range(world)]
     shares, shared_note = divide_cores(machine.cores, world + 1)
     ranks = tuple(_seat(device, cause, share) for (device, cause), share in zip(placed, shares[1:], strict=True))
     for rank, seat in enumerate(ranks):
@@ -181,20 +195,41 @@ def make_plan(
     notes = [f"rank {rank} on the CPU: {seat.cause}" for rank, seat in enumerate(ranks) if seat.cause]
     notes.append(describe_deadlines(config))
     notes.append(f"cores: {machine.cores_note}; {describe_shares(shares)}{shared_note}")
+    memory = {f"cuda:{card.uuid}": card.memory_bytes for card in machine.cards}
+    on_cards = sum(seat.device != "cpu" for seat in ranks)
+    pin_budget = config.pin_budget if config.pin_budget is not None else machine.memory_bytes // 2 // max(1, on_cards)
+    if on_cards:
+        notes.append(f"pin budget: {pin_budget / 2**30:.1f} GiB of shards per card worker; {machine.memory_note}")
     coordinator = _seat("cpu", "", shares[0])
-    return Plan(config, world, ranks, coordinator, max_context, chunk, layout, identity, config.cpu_kernel, tuple(faults), tuple(notes))
+    return Plan(
+        config, world, ranks, coordinator, max_context, chunk, layout, identity, config.cpu_kernel, pin_budget, memory, tuple(faults),
+        tuple(notes),
+    )  # fmt: skip
 
 
-def device_for_rank(rank: int, config: RunConfig, cards: Sequence[Card], no_card: str, no_backend: str) -> tuple[str, str]:
+def cards_wanted(config: RunConfig, machine: Machine) -> list[Card]:
+    """The cards that some rank would get, each once."""
+    world = len(config.workers) or config.world or len(machine.cards) or DEFAULT_WORLD
+    indices = {_card_index(rank, config) for rank in range(world)} - {None}
+    return [card for i, card in enumerate(machine.cards) if i in indices]
+
+
+def _card_index(rank: int, config: RunConfig) -> int | None:
+    """Which visible card a rank is to have; None: the CPU."""
+    wanted = config.workers[rank] if config.workers else config.device
+    return None if wanted == "cpu" else int(wanted[5:]) if wanted.startswith("cuda:") else rank
+
+
+def device_for_rank(rank: int, config: RunConfig, cards: Sequence[Card], no_card: str, unfit: Mapping[str, str]) -> tuple[str, str]:
     """(device, why not a card) of one rank. Raises DeviceError where a card was asked for by name and cannot be had.
 
     `auto` gives rank r the card r; `--workers cuda:K` names the K-th card that is visible.
     """
     wanted = config.workers[rank] if config.workers else config.device
-    if wanted == "cpu":
+    index = _card_index(rank, config)
+    if index is None:
         return "cpu", ""
-    index = int(wanted[5:]) if wanted.startswith("cuda:") else rank
-    cause = no_backend if cards and no_backend else "" if index < len(cards) else no_card
+    cause = unfit.get(cards[index].uuid, "") if index < len(cards) else no_card
     if not cause:
         return f"cuda:{cards[index].uuid}", ""
     if wanted == "auto":

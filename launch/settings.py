@@ -55,6 +55,22 @@ class Integer(Kind):
         return value
 
 
+_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Size(Kind):
+    """Bytes: a number, or one with K, M, G or T (powers of 1024)."""
+
+    metavar: str = "SIZE"
+
+    def parse(self, value: Any) -> int:
+        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,3})?)([KMGT]?)(?:iB|B)?", str(value).strip(), re.ASCII)
+        if match is None or isinstance(value, bool):
+            raise NotThisError("bytes, as in 4096, 512M or 20G")
+        return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
 @dataclass(frozen=True)
 class Number(Kind):
     """A finite float."""

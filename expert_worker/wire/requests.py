@@ -1,4 +1,4 @@
-"""What a client (`evrun launch`, `evrun generate`, later the HTTP front end) and the coordinator say to each other.
+"""What a client (`evrun launch`, `evrun generate`, the HTTP front end) and the coordinator say to each other.
 
 One AF_UNIX stream connection per request (`multiprocessing.connection` with the run's secret as authkey, `send_bytes`
 and `recv_bytes` only: no pickle). The client sends Generate and may send Cancel; closing the connection cancels too.
@@ -7,7 +7,7 @@ The coordinator answers Queued*, Started, then Prefill* and Token*, and ends wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evrun.expert_worker.wire.codec import Codec
 
@@ -32,6 +32,10 @@ class Generate:
     dump_routes: str | None
     dump_activations: str | None
     """Absolute paths the coordinator writes."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens whose probabilities reach this sum; 1: among all."""
+    logprobs: int = -1
+    """-1: none; K >= 0: the log probability of each token, and the K best."""
 
 
 @codec.register
@@ -70,6 +74,8 @@ class Token:
     """Text that became certain with this token: whole characters, nothing of a stop string; may be empty."""
     top_logits: list[list[int | str | float]]
     """[[id, text, logit] x K], best first."""
+    logprobs: list[list[int | str | float]] = field(default_factory=list)
+    """[[id, text, log probability] x (1 + K)]: this token, then the K best; empty when not asked for."""
 
 
 @codec.register
@@ -98,3 +104,4 @@ class Refused:
 
     exit_code: int
     error: str
+    queue_full: bool = False

@@ -16,7 +16,7 @@ from evrun.expert_worker.wire.checkpoint.config import ModelConfig, load_config
 from evrun.expert_worker.wire.errors import DeviceError, UsageError
 from evrun.launch.config import RUNGS, RequestConfig, RunConfig
 from evrun.launch.devices import Card, Machine
-from evrun.launch.plan import Plan, Wiring, check_request, context_limit, divide_cores, falls_short, faults_for, make_plan
+from evrun.launch.plan import Plan, Wiring, cards_wanted, check_request, context_limit, divide_cores, falls_short, faults_for, make_plan
 
 MODEL: ModelConfig = load_config(CHECKPOINT)
 CARDS = tuple(Card(i, f"GPU-{i}", "H", 1 << 30, (9, 0)) for i in range(2))
@@ -27,8 +27,8 @@ def machine(cards: tuple[Card, ...] = (), cores: int = 8) -> Machine:
     return Machine(cards, f"this machine has {len(cards)} card(s)" if cards else "no driver", tuple((c,) for c in range(cores)), "mask")
 
 
-def plan(on: Machine | None = None, no_backend: str = "this build has no card backend", faults: Any = (), **settings: Any) -> Plan:
-    return make_plan(RunConfig(checkpoint="/c", **settings), on or machine(), MODEL, IDENTITY, faults, no_backend)
+def plan(on: Machine | None = None, unfit: Any = None, faults: Any = (), **settings: Any) -> Plan:
+    return make_plan(RunConfig(checkpoint="/c", **settings), on or machine(), MODEL, IDENTITY, faults, unfit)
 
 
 def test_the_world_is_the_cards_found_else_four() -> None:
@@ -40,8 +40,8 @@ def test_the_world_is_the_cards_found_else_four() -> None:
 
 def test_auto_says_for_each_rank_why_it_has_no_card() -> None:
     assert plan(world=2).notes[:2] == ("rank 0 on the CPU: no driver", "rank 1 on the CPU: no driver")
-    assert plan(machine(CARDS), world=1).notes[0] == "rank 0 on the CPU: this build has no card backend"
-    mixed = plan(machine(CARDS), no_backend="", world=3)
+    assert plan(machine(CARDS), unfit={"GPU-0": "no compiler"}, world=1).notes[0] == "rank 0 on the CPU: no compiler"
+    mixed = plan(machine(CARDS), unfit={"GPU-0": "", "GPU-1": ""}, world=3)
     assert [seat.device for seat in mixed.ranks] == ["cuda:GPU-0", "cuda:GPU-1", "cpu"]
     assert mixed.notes[0] == "rank 2 on the CPU: this machine has 2 card(s)"
     assert not [note for note in plan(device="cpu", world=2).notes if note.startswith("rank")]
@@ -52,14 +52,33 @@ def test_deadlines_are_said() -> None:
 
 
 def test_cards_by_name() -> None:
-    shared = plan(machine(CARDS), no_backend="", workers=("cuda:1", "cuda:1", "cpu"))
+    shared = plan(machine(CARDS), workers=("cuda:1", "cuda:1", "cpu"))
     assert [seat.device for seat in shared.ranks] == ["cuda:GPU-1", "cuda:GPU-1", "cpu"]
     with pytest.raises(DeviceError, match=r"--workers cuda:2: rank 0 cannot have a card: this machine has 2 card\(s\)"):
-        plan(machine(CARDS), no_backend="", workers=("cuda:2",))
+        plan(machine(CARDS), workers=("cuda:2",))
     with pytest.raises(DeviceError, match="--device cuda: rank 0 cannot have a card: no driver"):
         plan(device="cuda")
-    with pytest.raises(DeviceError, match="this build has no card backend"):
-        plan(machine(CARDS), device="cuda")
+    with pytest.raises(DeviceError, match="rank 1 cannot have a card: its trial was killed by SIGSEGV"):
+        plan(machine(CARDS), unfit={"GPU-1": "its trial was killed by SIGSEGV"}, device="cuda")
+
+
+def test_only_cards_that_a_rank_would_get_are_tried() -> None:
+    def wanted(**settings: Any) -> list[str]:
+        return [card.uuid for card in cards_wanted(RunConfig(checkpoint="/c", **settings), machine(CARDS))]
+
+    assert wanted() == ["GPU-0", "GPU-1"]
+    assert wanted(world=1) == ["GPU-0"]
+    assert wanted(workers=("cuda:1", "cpu", "cuda:1")) == ["GPU-1"]
+    assert wanted(device="cpu") == []
+
+
+def test_workers_that_share_a_card_share_its_memory() -> None:
+    def cache(rank: int, **settings: Any) -> int:
+        return plan(machine(CARDS), **settings)._card_cache(f"cuda:GPU-{rank}")
+
+    assert cache(0) == -1
+    assert cache(1, workers=("cuda:1", "cuda:1", "cpu")) == (1 << 30) * 3 // 4 // 2
+    assert cache(0, card_cache=5) == 5
 
 
 def test_a_rung_that_the_cpu_does_not_have() -> None:

@@ -1,0 +1,148 @@
+"""Rows on the card: found in the cache, or brought in over the fastest rung into a cache or a staging slot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from evrun.expert_worker.card.cache import CardCache, Key
+from evrun.expert_worker.card.layout import RowLayout, lay_out, slot_bytes
+from evrun.expert_worker.card.rungs import Arena, Registered
+from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
+from evrun.expert_worker.wire.errors import DeviceError
+from evrun.kernels.cuda.driver import Device, Event, Stream
+
+HALF = 8
+"""Rows of a half of the staging memory: one half is filled while the kernels read the other."""
+log = logging.getLogger("rows")
+
+
+def staging_bytes(row_bytes: int) -> int:
+    """Card memory that CardRows takes beside its cache."""
+    return 2 * HALF * slot_bytes(row_bytes)
+
+
+class CardRows:
+    """The ladder of one card. Everything is allocated when it is made.
+
+    cache_bytes  card memory for the cache; what does not hold a whole row is not taken
+    pin_bytes    budget of the registered rung
+    threads      that fill the arena
+    rungs        rungs to use below the cache, in order
+    """
+
+    def __init__(
+        self, device: Device, checkpoint: Checkpoint, cache_bytes: int, pin_bytes: int, threads: int, beat: Callable[[], None],
+        rungs: Sequence[str] = ("registered", "arena"),
+    ) -> None:  # fmt: skip
+        self._device, self._checkpoint = device, checkpoint
+        self._row_bytes = checkpoint.config.row_bytes
+        self._slot_bytes = slot_bytes(self._row_bytes)
+        all_rows = checkpoint.config.num_hidden_layers * checkpoint.config.n_routed_experts
+        self.cache = CardCache(min(max(0, cache_bytes) // self._slot_bytes, all_rows))
+        self._cache_memory = device.allocate(self.cache.slots * self._slot_bytes)
+        self._staging_memory = device.allocate(staging_bytes(self._row_bytes))
+        self.copies = device.stream()
+        self._passed: list[Event | None] = [None, None]
+        """Per half of the staging memory: recorded once the kernels have read it."""
+        self._arrived = [device.event(), device.event()]
+        self._registered = Registered(device, checkpoint, pin_bytes, beat) if "registered" in rungs else None
+        self._arena = Arena(device, checkpoint, threads, beat) if "arena" in rungs else None
+        self._layouts: dict[Key, RowLayout] = {}
+        self.bytes_by_rung = {"card": 0, "registered": 0, "arena": 0}
+
+    @property
+    def rung(self) -> str:
+        """The rung that rows outside the cache take."""
+        return "registered" if self._registered and self.bytes_by_rung["arena"] == 0 else "arena"
+
+    def probe(self) -> None:
+        """See which rungs this driver has, so that the worker says at its start where it stands."""
+        if self._registered:
+            problem = self._registered.probe(self._checkpoint.expert(0, 0)[0].shard)
+            if problem:
+                log.warning("rung arena instead of registered: %s; every row costs a host copy", problem)
+                self._registered = None
+        if self._registered is None and self._arena is None:
+            raise DeviceError("no rung below the card cache works on this machine; allow the arena rung")
+
+    def cut(self, layer: int, experts: Sequence[int]) -> list[list[int]]:
+        """A call's experts in runs of which each needs at most HALF rows brought in."""
+        runs: list[list[int]] = [[]]
+        missing = 0
+        for expert in experts:
+            resident = (layer, expert) in self.cache
+            if not resident and missing == HALF:
+                runs.append([])
+                missing = 0
+            missing += not resident
+            runs[-1].append(expert)
+        return runs
+
+    def bring_in(self, keys: Sequence[Key], run: int, compute: Stream, protected: set[Key]) -> list[tuple[int, ...]]:
+        """Addresses of the six tensors of every row, on the card once `compute` gets there.
+
+        run  number of the run within its call; runs take the halves of the staging memory in turn
+        """
+        half, staged, issued = run % 2, 0, False
+        addresses = []
+        in_use = list({copy.shard for key in keys for copy in self._layout(key).copies})
+        for key in keys:
+            layout = self._layout(key)
+            slot = self.cache.find(key) if self.cache.slots else None
+            if slot is not None:
+                base = self._cache_memory.address + slot * self._slot_bytes
+                self.bytes_by_rung["card"] += self._row_bytes
+            else:
+                admitted = self.cache.admit(key, protected) if self.cache.slots else None
+                if admitted is None:
+                    base = self._staging_memory.address + (half * HALF + staged) * self._slot_bytes
+                    staged += 1
+                    passed = self._passed[half]
+                    if passed is not None:
+                        self.copies.wait(passed)
+                        self._passed[half] = None
+                else:
+                    base = self._cache_memory.address + admitted * self._slot_bytes
+                self._copy(layout, base, in_use)
+                issued = True
+            addresses.append(tuple(base + place for place in layout.tensors))
+        if issued:
+            arrived = self._arrived[half]
+            arrived.record(self.copies)
+            compute.wait(arrived)
+        return addresses
+
+    def passed(self, run: int, event: Event) -> None:
+        """The kernels of this run have read their rows once `event` is reached."""
+        self._passed[run % 2] = event
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Rows whose bytes are bad or did not arrive leave the cache."""
+        for key in keys:
+            self.cache.drop(key)
+
+    def close(self) -> None:
+        for part in (self._registered, self._arena):
+            if part:
+                part.close()
+        self._cache_memory.close()
+        self._staging_memory.close()
+
+    def _layout(self, key: Key) -> RowLayout:
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = lay_out(self._checkpoint.expert(*key))
+        return found
+
+    def _copy(self, layout: RowLayout, base: int, in_use: Sequence[Path]) -> None:
+        for copy in layout.copies:
+            address = self._registered.address(copy.shard, in_use) if self._registered else None
+            if address is not None:
+                self._device.copy_in(base + copy.to, address + copy.offset, copy.size_bytes, self.copies)
+                self.bytes_by_rung["registered"] += copy.size_bytes
+            else:
+                assert self._arena is not None, "a rung that serves every shard is always there"
+                self._arena.copy(copy, base + copy.to, self.copies)
+                self.bytes_by_rung["arena"] += copy.size_bytes
