@@ -99,7 +99,7 @@ def unpack_e2m1(packed: U8) -> F32:
 def pack_e2m1(codes: U8) -> U8:
     """[..., K] codes -> [..., K/2] bytes: the low nibble comes first."""
     pairs = codes.reshape(*codes.shape[:-1], -1, 2)
-    packed: U8 = pairs[..., 0] | (pairs[..., 1] << 4)
+    packed: U8 = pairs[..., 0] | (pairs[..., 1] << np.uint8(4))
     return packed
 
 
@@ -107,8 +107,9 @@ def float32_to_e2m1(x: npt.ArrayLike) -> U8:
     """Nearest code, ties to the even one; beyond the range the largest number of that sign."""
     x = np.asarray(x, np.float32)
     magnitude = np.minimum(np.abs(x), np.float32(E2M1_MAX))
-    codes = np.searchsorted(E2M1_VALUES[:8], _round_e2m1(magnitude)) | (np.signbit(x).astype(np.int64) << 3)
-    return codes.astype(np.uint8)
+    codes: U8 = np.searchsorted(E2M1_VALUES[:8], _round_e2m1(magnitude)).astype(np.uint8)
+    signs: U8 = np.signbit(x).astype(np.uint8) << 3
+    return codes + signs
 
 
 def _round_e2m1(x: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -62,11 +62,11 @@ class Attention:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x [T, D] dtype, normalised -> [T, D] dtype. Advances the window, and the cache of a KV source."""
         w, a = self._weights, self._arithmetic
-        rotation = step.compressed_rotation if self._ratio else step.window_rotation
+        turns = step.compressed_turns if self._ratio else step.window_turns
         x_input = a.linear_input(x)
         q_input = a.linear_input(w.q_norm(w.wq_a(x_input)))
-        q = rotate_(w.wq_b(q_input).unflatten(-1, (self._heads, -1)), rotation)
-        kv = round_fp8(rotate_(w.kv_norm(w.wkv(x_input)), rotation).float()).to(CACHE_DTYPE)
+        q = rotate_(w.wq_b(q_input).unflatten(-1, (self._heads, -1)), turns)
+        kv = round_fp8(rotate_(w.kv_norm(w.wkv(x_input)), turns).float()).to(CACHE_DTYPE)
         recent = self._advance_window(kv, step)
         entries = recent
         picks = step.positions.new_empty(step.tokens, 0)
@@ -78,8 +78,8 @@ class Attention:
                 self._select(x, q_input, step)
             if step.selection is not None:
                 entries, picks = cache.entries, step.selection.picks
-        out = attend(q, recent, step.in_window, entries, picks, w.sink, self._scale, a)
-        out = w.wo_a(rotate_(out, step.inverse_rotations[self._ratio > 0]).flatten(1).float())
+        out = attend(q, recent, step.window_rows, step.in_window, entries, picks, w.sink, self._scale, a)
+        out = w.wo_a(rotate_(out, turns.conj()).flatten(1).float())
         return w.wo_b(a.linear_input(out))
 
     def _advance_window(self, kv: Tensor, step: Step) -> Tensor:
@@ -98,7 +98,7 @@ class Attention:
             return
         visible = step.visible(self._ratio)
         keys = step.state.sources[self._source].keys
-        step.selection = self.indexer(x, q_input, step.compressed_rotation, keys, visible, longest, step.candidate_blocks)
+        step.selection = self.indexer(x, q_input, step.compressed_turns, keys, visible, longest, step.candidate_blocks)
         if self._is_candidate_source:
             step.candidate_blocks = step.selection.blocks
         if step.details:

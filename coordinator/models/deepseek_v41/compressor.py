@@ -7,9 +7,9 @@ from torch import Tensor
 
 from evrun.coordinator.models.deepseek_v41.arithmetic import Arithmetic
 from evrun.coordinator.models.deepseek_v41.indexer import IndexKeys
-from evrun.coordinator.models.deepseek_v41.linear import Linear, product
+from evrun.coordinator.models.deepseek_v41.linear import Linear
 from evrun.coordinator.models.deepseek_v41.norm import RmsNorm
-from evrun.coordinator.models.deepseek_v41.rope import Rotation, rotate_
+from evrun.coordinator.models.deepseek_v41.rope import rotate_, rotation
 from evrun.coordinator.models.deepseek_v41.state import SourceCache
 from evrun.kernels.formats_torch import round_fp4_kv
 
@@ -29,7 +29,7 @@ class Compressor:
         if self._wgate is None:
             return self._norm(self._wkv(x.float()))
         x = x.float()
-        rows = torch.stack((product(x, self._wkv.weight), product(x, self._wgate.weight)), 1)
+        rows = torch.stack((self._wkv.product(x), self._wgate.product(x)), 1)
         waiting = start % self._ratio
         if waiting:
             rows = torch.cat((cache.open[:waiting], rows))
@@ -57,7 +57,7 @@ class KvSource:
             return
         first = start // self._ratio
         positions = torch.arange(first, first + count, device=x.device) * self._ratio
-        rotation = Rotation.at(positions, self._frequencies)
+        turns = rotation(positions, self._frequencies)
         # The index key comes from the latent before it is rotated and rounded.
-        cache.keys[first : first + count] = self._index_keys(latents, rotation)
-        cache.entries[first : first + count] = round_fp4_kv(rotate_(latents, rotation).float())
+        cache.keys[first : first + count] = self._index_keys(latents, turns)
+        cache.entries[first : first + count] = round_fp4_kv(rotate_(latents, turns).float())

@@ -37,7 +37,7 @@ class Engram:
         value = kv[:, None, n * width :]
         h = streams.float()
         dot = (h * self._qk_weight * k).sum(-1)
-        dot = dot * self._inverse_rms(h) * self._inverse_rms(k) * width**-0.5
+        dot = dot * (self._inverse_rms(h) * self._inverse_rms(k)) * width**-0.5
         return self._arithmetic.round(h + gate(dot)[..., None] * value)
 
     def _embeddings(self, rows: npt.NDArray[np.int64]) -> Tensor:

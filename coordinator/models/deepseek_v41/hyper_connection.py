@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evrun.coordinator.models.deepseek_v41.arithmetic import Arithmetic
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 
 EXPAND_ELEMENTS = 1 << 22
 """Products of streams with mixing weights at a time: 16 MiB of fp32."""
@@ -27,31 +28,30 @@ class Mix(NamedTuple):
 class HyperConnection:
     """The mixing weights of one sublayer, computed from the streams before it."""
 
-    def __init__(self, fn: Tensor, base: Tensor, scale: Tensor, streams: int, iterations: int, hc_eps: float, norm_eps: float) -> None:
+    def __init__(self, fn: Tensor, base: Tensor, scale: Tensor, config: ModelConfig) -> None:
         """fn [2n + n^2, n * D], base [2n + n^2], scale [3], all fp32."""
+        n = config.hc_mult
         self._fn = fn
         self._base = base
-        parts = torch.tensor([streams, streams, streams * streams], device=scale.device)
-        self._scale = scale.repeat_interleave(parts)
-        self._streams = streams
-        self._iterations = iterations
-        self._hc_eps = hc_eps
-        self._norm_eps = norm_eps
+        self._scale = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device))
+        self._streams = n
+        self._iterations = config.hc_sinkhorn_iters
+        self._hc_eps = config.hc_eps
+        self._norm_eps = config.rms_norm_eps
 
     def __call__(self, streams: Tensor) -> Mix:
         """streams [T, n, D] dtype."""
-        n = self._streams
         x = streams.flatten(1).float()
         m = (x @ self._fn.T) * x.square().mean(-1, keepdim=True).add_(self._norm_eps).rsqrt_()
-        return self.from_logits(m.mul_(self._scale).add_(self._base), n, self._iterations, self._hc_eps)
+        return self.from_logits(m.mul_(self._scale).add_(self._base))
 
-    @staticmethod
-    def from_logits(m: Tensor, n: int, iterations: int, eps: float) -> Mix:
+    def from_logits(self, m: Tensor) -> Mix:
         """m [T, 2n + n^2], already scaled and shifted."""
+        n = self._streams
         # Two sigmoids on contiguous values, as the reference has them: the layout of its input decides the last bit of each.
-        pre = m[:, :n].contiguous().sigmoid() + eps
+        pre = m[:, :n].contiguous().sigmoid() + self._hc_eps
         post = m[:, n : 2 * n].contiguous().sigmoid() * 2
-        return Mix(pre, post, sinkhorn(m[:, 2 * n :].unflatten(-1, (n, n)), iterations, eps))
+        return Mix(pre, post, sinkhorn(m[:, 2 * n :].unflatten(-1, (n, n)), self._iterations, self._hc_eps))
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from evrun.coordinator.models.deepseek_v41.arithmetic import Arithmetic
 from evrun.coordinator.models.deepseek_v41.linear import Linear
 from evrun.coordinator.models.deepseek_v41.norm import RmsNorm
-from evrun.coordinator.models.deepseek_v41.rope import Rotation, rotate_
+from evrun.coordinator.models.deepseek_v41.rope import rotate_
 from evrun.coordinator.models.deepseek_v41.selection import chosen_positions, merge, rank
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.kernels.formats_torch import round_fp4_index
@@ -34,9 +34,9 @@ class IndexKeys:
         self._norm = norm
         self._arithmetic = arithmetic
 
-    def __call__(self, latents: Tensor, rotation: Rotation) -> Tensor:
-        """latents [m, d] before their own rotation, rotation of the groups' first tokens -> [m, index_head_dim] fp32 values."""
-        keys = rotate_(self._norm(self._wk(latents.float())), rotation)
+    def __call__(self, latents: Tensor, turns: Tensor) -> Tensor:
+        """latents [m, d] before their own rotation, turns [m, R/2] of the groups' first tokens -> [m, index_head_dim] fp32 values."""
+        keys = rotate_(self._norm(self._wk(latents.float())), turns)
         return self._arithmetic.rounded(round_fp4_index(keys.float()))
 
 
@@ -63,11 +63,12 @@ class Indexer:
         self._arithmetic = arithmetic
 
     def __call__(
-        self, x: Tensor, q_input: Tensor, rotation: Rotation, keys: Tensor, visible: Tensor, longest: int, blocks: Tensor | None
+        self, x: Tensor, q_input: Tensor, turns: Tensor, keys: Tensor, visible: Tensor, longest: int, blocks: Tensor | None
     ) -> Selection:
         """Choose for T queries.
 
         x        [T, D] dtype: attention input; q_input [T, q_lora_rank] fp32: input of wq_b
+        turns    [T, R/2] complex64 of the queries' positions
         keys     [n, index_head_dim]: every key so far, those of this call included
         visible  [T] int64: entry j is visible to a query when j < visible; longest: the largest of them
         blocks   candidates of the candidate source, when this layer is restricted to them
@@ -77,7 +78,7 @@ class Indexer:
         if longest <= self._topk and blocks is None and not restricts:
             positions = torch.arange(longest, device=x.device)
             return Selection(torch.where(positions < visible[:, None], positions, -1), None)
-        queries, weights = self._queries(x, q_input, rotation)
+        queries, weights = self._queries(x, q_input, turns)
         picks, pool = [], []
         if blocks is None:
             step = max(1, SCORE_ELEMENTS // (self._heads * min(longest, _KEYS_AT_ONCE)))
@@ -94,10 +95,10 @@ class Indexer:
             picks.append(chosen_positions(best, min(self._topk, longest)))
         return Selection(torch.cat(picks), torch.cat(pool) if pool else None)
 
-    def _queries(self, x: Tensor, q_input: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def _queries(self, x: Tensor, q_input: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         """[T, heads, index_head_dim] fp32 rotated and rounded, and the head weights [T, heads] fp32."""
         a = self._arithmetic
-        queries = rotate_(self._wq_b(q_input).unflatten(-1, (self._heads, -1)), rotation)
+        queries = rotate_(self._wq_b(q_input).unflatten(-1, (self._heads, -1)), turns)
         weights = self._weights_proj(x.float()).float() * self._scale
         return a.rounded(round_fp4_index(queries.float())), a.rounded(weights)
 
@@ -133,8 +134,6 @@ class Indexer:
     def _weigh(self, dots: Tensor, weights: Tensor) -> Tensor:
         """dots [Q, heads, n] fp32 -> scores [Q, n] fp32: sum over heads of max(0, dot) * weight, rounded where the reference rounds."""
         a = self._arithmetic
-        if a.is_exact:
-            return torch.bmm(weights[:, None], dots.relu_())[:, 0]
         return a.rounded(a.rounded(a.rounded(dots).relu_() * weights[..., None]).sum(1))
 
     def _candidates(self, peaks: Tensor, visible: Tensor) -> Tensor:

@@ -94,7 +94,12 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] fp32 -> [T, N] dtype."""
-        return self._arithmetic.round(product(x, self.weight))
+        return self._arithmetic.round(self.product(x))
+
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same without the rounding: [T, N] fp32."""
+        return product(x, self.weight)
 
 
 class GroupedLinear:
@@ -109,14 +114,15 @@ class GroupedLinear:
         """x [T, G * K] fp32 -> [T, N] dtype. Expands whole groups: at most max(PIECE_ELEMENTS, weights of one group)."""
         rows, columns = self._weight.shape
         per_group = rows // self._groups
-        grouped = x.reshape(-1, self._groups, columns).transpose(0, 1)
-        out = torch.empty(self._groups, x.shape[0], per_group, dtype=torch.float32, device=x.device)
+        grouped = x.unflatten(1, (self._groups, columns))
+        out = torch.empty(x.shape[0], rows, dtype=torch.float32, device=x.device)
         step = self._groups_at_once(per_group, columns)
-        for start in range(0, self._groups, step):
-            stop = min(start + step, self._groups)
-            weight = self._weight.rows(start * per_group, stop * per_group).view(stop - start, per_group, columns)
-            torch.bmm(grouped[start:stop], weight.transpose(1, 2), out=out[start:stop])
-        return self._arithmetic.round(out.transpose(0, 1).flatten(1))
+        for first in range(0, self._groups, step):
+            count = min(step, self._groups - first)
+            weights = self._weight.rows(first * per_group, (first + count) * per_group).view(count, per_group, columns)
+            for group, weight in enumerate(weights, first):
+                out[:, group * per_group : (group + 1) * per_group] = grouped[:, group] @ weight.T
+        return self._arithmetic.round(out)
 
     def _groups_at_once(self, per_group: int, columns: int) -> int:
         """Groups of one piece. Pieces must start at a tile, so groups that are no multiple of 32 rows high go in one piece."""

@@ -115,7 +115,7 @@ class _Builder:
     def _mix(self, name: str) -> HyperConnection:
         c = self._config
         fn, base, scale = (self._loader.load(f"{name}_{part}") for part in ("fn", "base", "scale"))
-        return HyperConnection(fn, base, scale, c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+        return HyperConnection(fn, base, scale, c)
 
     def _attention(self, number: int, prefix: str) -> Attention:
         c = self._config

@@ -91,7 +91,8 @@ class DeepseekV41:
         if hashing := self._parts.engram_hash:
             history = state.tail
             rows = hashing.rows(np.concatenate([history, hashing.compress(tokens)]), len(history))
-        return Step(state, len(tokens), self.config.sliding_window, self._window_frequencies, self._compressed_frequencies, rows, observer)
+        frequencies = self._window_frequencies, self._compressed_frequencies
+        return Step(state, len(tokens), self.config.sliding_window, *frequencies, rows, observer)
 
     def embed(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
         """Streams [T, n, D] dtype: n copies of the embedding; and the first collapse [T, n]: stream 0 alone."""

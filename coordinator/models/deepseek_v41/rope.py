@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,29 +40,21 @@ def _powers(theta: float, width: int) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
 
 
-class Rotation(NamedTuple):
-    """cos and sin of the angles of some positions, each [T, R/2] fp32."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor) -> Rotation:
-        """positions [T] integers."""
-        angles = positions.float()[:, None] * frequencies
-        return cls(angles.cos(), angles.sin())
-
-    def inverse(self) -> Rotation:
-        return Rotation(self.cos, -self.sin)
+def rotation(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """positions [T] integers -> [T, R/2] complex64, e^(i angle); the inverse rotation is its conjugate."""
+    angles = positions.float()[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the last R channels of x [T, D] or [T, heads, D] in place, fp32 inside, rounded back to the dtype of x."""
-    cos, sin = rotation
-    tail = x[..., -2 * cos.shape[-1] :]
-    pairs = tail.float().unflatten(-1, (-1, 2))
+def rotate_(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate the last R channels of x [T, D] or [T, heads, D] in place, fp32 inside, rounded back to the dtype of x.
+
+    turns: [T, R/2] complex64.
+    """
     if x.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    first, second = pairs[..., 0], pairs[..., 1]
-    tail.copy_(torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2))
+        turns = turns[:, None]
+    tail = x[..., -2 * turns.shape[-1] :]
+    # A pair of channels is one complex number. Four separate products would round otherwise than the reference does.
+    pairs = torch.view_as_complex(tail.float().contiguous().unflatten(-1, (-1, 2)))
+    tail.copy_(torch.view_as_real(pairs * turns).flatten(-2))
     return x

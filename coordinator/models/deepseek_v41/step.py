@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evrun.coordinator.models.deepseek_v41.indexer import Selection
-from evrun.coordinator.models.deepseek_v41.rope import Rotation
+from evrun.coordinator.models.deepseek_v41.rope import rotation
 from evrun.coordinator.models.deepseek_v41.state import State
 from evrun.coordinator.models.interface import DetailObserver, Observer
 
@@ -35,16 +35,19 @@ class Step:
         """[T, Engram layers, columns]"""
         device = window_frequencies.device
         self.positions = torch.arange(self.start, self.start + tokens, device=device)
-        self.window_rotation = Rotation.at(self.positions, window_frequencies)
-        self.compressed_rotation = Rotation.at(self.positions, compressed_frequencies)
-        self.inverse_rotations = {True: self.compressed_rotation.inverse(), False: self.window_rotation.inverse()}
+        self.window_turns = rotation(self.positions, window_frequencies)
+        self.compressed_turns = rotation(self.positions, compressed_frequencies)
         self.before_slots = torch.arange(self.start - window + 1, self.start, device=device) % window
         """[W - 1] window slots of the positions before this call, oldest first"""
         self.kept = min(tokens, window)
         """newest tokens of this call that the window keeps"""
         self.kept_slots = self.positions[tokens - self.kept :] % window
-        self.in_window = self.positions[:, None] - (window - 1 - torch.arange(window, device=device)) >= 0
-        """[T, W] whether slot w of a query's window, in position order, is a position >= 0"""
+        slots = window if self.start else min(window, tokens)
+        seen = (self.positions[:, None] - (window - 1)).clamp(min=0) + torch.arange(slots, device=device)
+        self.in_window = seen <= self.positions[:, None]
+        """[T, W or less] which slots of a query's window count: positions in order, then those that it does not have yet"""
+        self.window_rows = seen.sub_(self.start - window + 1).clamp_(max=window - 2 + tokens)
+        """the same shape: row of a slot among the W - 1 positions before the call and its T tokens"""
         self.selection: Selection | None = None
         """of the newest index source so far"""
         self.candidate_blocks: Tensor | None = None
