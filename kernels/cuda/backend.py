@@ -1,8 +1,8 @@
 """The routed-expert function on one card, from addresses on the card to an address on the card.
 
 A call is launches on the caller's stream and nothing else: no allocation, no copy, no wait; it may be captured in a
-graph. One token takes one launch (a few, if the card's shared memory does not hold all its experts), more tokens take
-six.
+graph. One token takes one launch (a few, if the card's shared memory does not hold all its experts; as many as more
+tokens, if not even one), more tokens take six.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class CudaBackend:
         self._blocks = limits.multiprocessors
         self.name = "cuda-wgmma" if self._multi.wgmma else "cuda-mma"
         units = plans.units(shape, num_experts, self._single, self._multi)
-        self._single_token = card.kernel(units.single_token, "moe_single_token_fp4", self._single.shared_bytes, cache)
         self._find_bad_scale = card.kernel(units.find_bad_scale, "find_bad_scale", 0, cache)
-        if max_tokens > 1:
+        if self._single and units.single_token:
+            self._single_token = card.kernel(units.single_token, "moe_single_token_fp4", self._single.shared_bytes, cache)
+        if max_tokens > 1 or not self._single:
             shared = self._multi.shared_bytes
             self._group = card.kernel(units.group_tokens, "group_tokens", plans.group_tokens_shared_bytes(num_experts), cache)
             self._prepare_x = card.kernel(units.prepare, "prepare_x", 0, cache)
@@ -105,7 +106,7 @@ class CudaBackend:
         value = 2 if self.shape.dtype == "bfloat16" else 4
         prepared = 2 * plans.planes(self.shape)
         sizes = {"barrier": 4, "found": 8, "act": pairs * intermediate * value}
-        if tokens > 1:
+        if tokens > 1 or not self._single:
             sizes |= {
                 "y": pairs * hidden * value,
                 "x_prepared": tokens * hidden * prepared,
@@ -160,17 +161,17 @@ class CudaBackend:
         if num_experts == 0:
             if combine == "partial" and not accumulate:
                 self._card.fill(out, 0, tokens * self.shape.hidden * 4, stream)
-        elif tokens == 1:
-            self._call_single(stream, num_experts)
+        elif tokens == 1 and self._single:
+            self._call_single(stream, self._single, num_experts)
         else:
             self._call_multi(stream, tokens, num_experts)
         call.num_experts = num_experts
 
-    def _call_single(self, stream: Stream, num_experts: int) -> None:
-        call, step = self._call, self._single.experts_at_once
+    def _call_single(self, stream: Stream, plan: plans.SingleTokenPlan, num_experts: int) -> None:
+        call, step = self._call, plan.experts_at_once
         for first in range(0, num_experts, step):
             call.first_expert, call.num_experts = first, min(step, num_experts - first)
-            self._single_token.launch(self._single.blocks, self._single.threads, stream, call, cooperative=True)
+            self._single_token.launch(plan.blocks, plan.threads, stream, call, cooperative=True)
             call.accumulate = 1
 
     def _call_multi(self, stream: Stream, tokens: int, num_experts: int) -> None:

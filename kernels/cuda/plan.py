@@ -18,6 +18,8 @@ MINIMUM_CAPABILITY = (7, 5)
 
 GROUP_PITCH = 80
 RING_LIMIT = 8
+CUTS = ((16, 2), (8, 2), (8, 1), (4, 1))
+"""(warps, steps) of the single-token kernel, the best first."""
 CACHE_ALIGNMENT = 16
 
 
@@ -65,16 +67,18 @@ def geometry_problem(shape: FfnShape) -> str | None:
     return None
 
 
-def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> SingleTokenPlan:
-    """The widest cut that fits in shared memory with a deep enough ring. Raises UnavailableError."""
+def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> SingleTokenPlan | None:
+    """The widest cut that fits in shared memory with a deep enough ring. None: one token goes the way of many.
+
+    That happens on cards with few multiprocessors, of which each would own too long a run of rows.
+    """
     for least_ring in (3, 2):
-        for warps, steps in ((16, 2), (8, 2), (8, 1), (4, 1)):
+        for warps, steps in CUTS:
             for experts in range(top_k, 0, -1):
                 plan = _single_token(shape, limits, warps, steps, experts)
                 if plan.ring >= least_ring:
                     return plan
-    geometry = f"{shape.hidden} x {shape.intermediate}"
-    raise UnavailableError(f"{limits.shared_bytes_per_block} bytes of shared memory do not suffice for one expert of {geometry}")
+    return None
 
 
 def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, experts: int) -> SingleTokenPlan:
@@ -92,7 +96,8 @@ def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, exper
         + x_groups * (planes(shape) * GROUP_PITCH + 4) // CACHE_ALIGNMENT * CACHE_ALIGNMENT
         + CACHE_ALIGNMENT
         + 4 * max(pairs * 2 * splits(up_groups), rows * experts * splits(down_groups))
-        + 8 * experts
+        + 8 * pairs * 2
+        + 16 * experts
         + CACHE_ALIGNMENT
     )
     slot = warps * steps * 1024
@@ -118,7 +123,7 @@ def plan_multi_token(shape: FfnShape, num_experts: int, limits: Limits) -> Multi
 class Units:
     """Everything that is compiled for one backend."""
 
-    single_token: Unit
+    single_token: Unit | None
     multi_token: Unit
     prepare: Unit
     group_tokens: Unit
@@ -126,14 +131,15 @@ class Units:
     find_bad_scale: Unit
 
     def all(self) -> tuple[Unit, ...]:
-        return (self.single_token, self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
+        every = (self.single_token, self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
+        return tuple(unit for unit in every if unit)
 
 
 def group_tokens_shared_bytes(num_experts: int) -> int:
     return 4 * ((num_experts + 31) // 32) + 2 * 8 * 4
 
 
-def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan, multi: MultiTokenPlan) -> Units:
+def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan | None, multi: MultiTokenPlan) -> Units:
     """The sources with their constants."""
     common: dict[str, int | float | str] = {
         "HIDDEN": shape.hidden,
@@ -142,27 +148,30 @@ def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan, multi: Mul
         "REFERENCE": int(shape.numerics == "reference"),
         "BFLOAT16": int(shape.dtype == "bfloat16"),
     }
-    one = {
-        "WARPS": single.warps,
-        "STEPS": single.steps,
-        "RING": single.ring,
-        "MAX_EXPERTS": single.experts_at_once,
-        "MAX_PAIRS": single.pairs,
-        "MAX_ROWS": single.rows,
-        "SHARED_BYTES": single.shared_bytes,
-    }
     many = {"MAX_EXPERTS": num_experts, "SHARED_BYTES": multi.shared_bytes}
     if not multi.wgmma:
         many |= {"STAGES": multi.stages, "MAX_NT": multi.token_fragments}
     ids = {"MAX_EXPERT_ID": num_experts - 1, "SHARED_BYTES": group_tokens_shared_bytes(num_experts)}
     return Units(
-        single_token=Unit.make("single_token.cu", common | one),
+        single_token=Unit.make("single_token.cu", common | _single_token_constants(single)) if single else None,
         multi_token=Unit.make("multi_token_wgmma.cu" if multi.wgmma else "multi_token.cu", common | many),
         prepare=Unit.make("prepare.cu", common | {"WGMMA": int(multi.wgmma)}),
         group_tokens=Unit.make("group_tokens.cu", ids),
         combine=Unit.make("combine.cu", common),
         find_bad_scale=Unit.make("find_bad_scale.cu", {"HIDDEN": shape.hidden, "INTERMEDIATE": shape.intermediate}),
     )
+
+
+def _single_token_constants(plan: SingleTokenPlan) -> dict[str, int]:
+    return {
+        "WARPS": plan.warps,
+        "STEPS": plan.steps,
+        "RING": plan.ring,
+        "MAX_EXPERTS": plan.experts_at_once,
+        "MAX_PAIRS": plan.pairs,
+        "MAX_ROWS": plan.rows,
+        "SHARED_BYTES": plan.shared_bytes,
+    }
 
 
 def _aligned(size: int) -> int:

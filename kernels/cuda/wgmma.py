@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-WIDTHS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+WIDTHS = (8, 16, 32, 64, 96, 112)
 """Token widths of a tile; the kernel picks the smallest that holds its tokens."""
 
 
 def declaration() -> str:
-    """CUDA C++ (`wgmma_generated.cuh`): wgmma<N> for each width."""
-    return "#pragma once\n" + "".join(map(_instruction, WIDTHS))
+    """CUDA C++ (`wgmma_generated.cuh`): the widths, and wgmma<N> for each."""
+    return widths() + "".join(map(_instruction, WIDTHS))
+
+
+def widths() -> str:
+    """Its first part, free of instructions."""
+    return f"#pragma once\n#define WGMMA_WIDTHS {', '.join(map(str, WIDTHS))}\nconstexpr int MAX_N = {max(WIDTHS)};\n"
 
 
 def _instruction(n: int) -> str:

@@ -54,12 +54,6 @@ DEVICE float half_float(u32 bits) {
 DEVICE u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
 
-// Weights are read once: through L2, not kept in L1.
-DEVICE uint4 load_once(const void* address) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-    return v;
-}
 // What other blocks wrote during this launch: from L2, never from this multiprocessor's L1.
 DEVICE uint4 load_shared_by_grid(const void* address) {
     uint4 v;
@@ -117,12 +111,10 @@ DEVICE void sync_grid(u32* counter) {
     __syncthreads();
     if (threadIdx.x == 0) {
         const u32 arrive = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-        __threadfence();
-        const u32 before = atomicAdd(counter, arrive);
-        u32 now;
-        do asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        u32 before, now;
+        asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(arrive) : "memory");
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
         while (((before ^ now) & 0x80000000u) == 0);
-        __threadfence();
     }
     __syncthreads();
 }

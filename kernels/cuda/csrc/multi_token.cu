@@ -9,7 +9,7 @@
 #include "formats.cuh"
 #include "tiles.cuh"
 
-constexpr int THREADS = 128, WARPS = 4;
+constexpr int THREADS = 128, WARPS = 4, BLOCKS = PLANES == 1 ? 4 : 2;
 constexpr int A_BYTES = WARPS * 2 * 512;                    // [warp][row half][lane] 16
 constexpr int B_BYTES = MAX_NT * 8 * 256 * PLANES;          // [token][group][plane] 64, pieces of 16 bytes swapped by halves
 constexpr int BS_BYTES = MAX_NT * 8 * 16;                   // [token][group] fp32
@@ -62,12 +62,14 @@ DEVICE bool run_tile(const Call& call, Shared& shared, int expert, int row_tile,
 #pragma unroll
             for (int i = 0; i < 2; ++i)  // lane (g, t) brings group t; words are read across t, so groups trade places by g
                 copy_async<16>(stage.a + (warp * 2 + i) * 512 + (g * 4 + (t ^ (g / 2 & 3))) * 16, codes[i] + (valid ? (chunk * 4 + t) * 16 : 0), valid);
+#pragma unroll 1
             for (int i = threadIdx.x; i < NT * 8 * 16 * PLANES; i += THREADS) {
                 const int token = i / (16 * PLANES), piece = i % (16 * PLANES), group = chunk * 4 + piece / (4 * PLANES);
                 const bool present = shared.sources[token] >= 0 && group < L::GROUPS;
                 const u64 from = (u64(present ? shared.sources[token] : 0) * L::GROUPS + chunk * 4) * (64 * PLANES) + piece * 16;
                 copy_async<16>(stage.b + token * (256 * PLANES) + (piece ^ (token % 2 * 4)) * 16, source + (present ? from : 0), present);
             }
+#pragma unroll 1
             for (int i = threadIdx.x; i < NT * 8 * 4; i += THREADS) {
                 const int token = i / 4, group = chunk * 4 + i % 4;
                 const bool present = shared.sources[token] >= 0 && group < L::GROUPS;
@@ -90,7 +92,7 @@ DEVICE bool run_tile(const Call& call, Shared& shared, int expert, int row_tile,
         sync_block();
         issue(chunk + STAGES - 1);
         const Stage& stage = shared.stages[chunk % STAGES];
-#pragma unroll
+#pragma unroll 1  // unrolled, it takes twice the registers
         for (int group = 0; group < 4; ++group) {
             u32 half[2][4];
             float weight[2];
@@ -169,5 +171,5 @@ DEVICE void run(const Call& call) {
     if (!finite) report(call.status, 1);
 }
 
-KERNEL(moe_multi_token_up, THREADS, 3) { run<true>(call); }
-KERNEL(moe_multi_token_down, THREADS, 3) { run<false>(call); }
+KERNEL(moe_multi_token_up, THREADS, BLOCKS) { run<true>(call); }
+KERNEL(moe_multi_token_down, THREADS, BLOCKS) { run<false>(call); }

@@ -3,8 +3,8 @@
 //
 // A tile is 128 rows of one expert (up: 64 of w1 and the same 64 of w3) by N of its tokens; two warpgroups own 64 rows
 // each. In up, rows g and g + 8 of a warp are the same channel of w1 and w3. The tensor cores sum over 128 columns; those
-// sums are added in fp32 registers in order of K, because the tensor cores truncate. While they run over one chunk, the
-// codes of the next are decoded. A token's column is computed alike for every N.
+// sums are added in fp32 registers in order of K, because the tensor cores truncate. While they run over half a chunk,
+// the codes of the next half are decoded. A token's column is computed alike for every N.
 #include "device.cuh"
 #include "formats.cuh"
 #include "tiles.cuh"
@@ -12,7 +12,6 @@
 #include "wgmma_generated.cuh"
 
 constexpr int THREADS = 256, WARPS = 8;
-constexpr int MAX_N = 128;
 constexpr int CODE_BYTES = WARPS * 2 * 512, SCALE_BYTES = WARPS * 2 * 8 * 4;
 
 struct Header {
@@ -36,16 +35,16 @@ struct Linear {
 };
 
 struct Weights {
-    u32 a[8][4];  // fragments of a chunk: eight steps of 16 columns
+    u32 a[4][4];  // fragments of half a chunk: four steps of 16 columns
 
-    // One row's 32 codes of this lane's group; i = 0 for row g, 1 for row g + 8.
-    DEVICE void decode_row(int i, uint4 codes, u32 scale) {
-        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    // Two words of the 32 codes of this lane's group in one row; i = 0 for row g, 1 for row g + 8.
+    DEVICE void decode_row(int i, uint2 codes, u32 scale) {
+        const u32 words[2] = {codes.x, codes.y};
         // value x 2^-126 times 2^(b - 1); above b = 128 that overflows, and a second factor follows.
         const u32 exponent = scale < 128 ? scale : 128;
         const u32 factor = scale == 255 ? 0x7FFF7FFFu : (exponent + 126) * 0x00800080u;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
+        for (int w = 0; w < 2; ++w) {
             u32 pair[4];
             decode_bf16(words[w], pair);
 #pragma unroll
@@ -54,7 +53,7 @@ struct Weights {
         if (any_lane(scale > 128)) {
             const u32 rest = scale > 128 ? (scale - 1) * 0x00800080u : 0x3F803F80u;
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
+            for (int j = 0; j < 4; ++j)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) a[j][i + 2 * half] = multiply_bf16(a[j][i + 2 * half], rest);
         }
@@ -100,43 +99,44 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
         }
         copy_async_commit();
     };
-    const auto decode = [&](int chunk, Weights& weights) {
+    const auto decode = [&](int chunk, int half, Weights& weights) {
         const u8* const stage = stages + chunk % S::COUNT * S::BYTES;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            weights.decode_row(i, *reinterpret_cast<const uint4*>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16),
+            weights.decode_row(i, *reinterpret_cast<const uint2*>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16 + half * 8),
                                stage[S::SCALES + (warp * 16 + i * 8 + g) * 4 + t]);
     };
-
-    float acc[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[i] = 0;
-    const auto step = [&](int chunk, const Weights& now, Weights& next) {
-        copy_async_wait<S::COUNT - 3>();  // the next chunk has landed
-        publish_to_wgmma();
-        sync_block();
-        issue(chunk + S::COUNT - 1);
-        float sums[N / 2];
-        const u8* const b = stages + chunk % S::COUNT * S::BYTES;
+    const auto multiply = [&](int chunk, int half, const Weights& weights, float (&sums)[N / 2]) {
+        const u8* const b = stages + chunk % S::COUNT * S::BYTES + half * (N * 128);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < 8; ++j) wgmma<N>(sums, now.a[j], wgmma_operand(b, j / 4 * (N * 128) + j % 4 * 32), j > 0);
+        for (int j = 0; j < 4; ++j) wgmma<N>(sums, weights.a[j], wgmma_operand(b, j * 32), half + j > 0);
         wgmma_commit();
-        if (chunk + 1 < L::CHUNKS) decode(chunk + 1, next);
-        wgmma_wait();
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) acc[i] += sums[i];
     };
 
     for (int chunk = 0; chunk < S::COUNT - 1; ++chunk) issue(chunk);
     copy_async_wait<S::COUNT - 2>();
     publish_to_wgmma();
     sync_block();
-    Weights even, odd;
-    decode(0, even);
-    for (int chunk = 0; chunk < L::CHUNKS; chunk += 2) {
-        step(chunk, even, odd);
-        if (chunk + 1 < L::CHUNKS) step(chunk + 1, odd, even);
+    Weights lower, upper;
+    decode(0, 0, lower);
+    float acc[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) acc[i] = 0;
+    for (int chunk = 0; chunk < L::CHUNKS; ++chunk) {
+        copy_async_wait<S::COUNT - 3>();  // the next chunk has landed
+        publish_to_wgmma();
+        sync_block();
+        issue(chunk + S::COUNT - 1);
+        float sums[N / 2];
+        multiply(chunk, 0, lower, sums);
+        decode(chunk, 1, upper);
+        multiply(chunk, 1, upper, sums);
+        wgmma_wait<1>();
+        if (chunk + 1 < L::CHUNKS) decode(chunk + 1, 0, lower);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) acc[i] += sums[i];
     }
     copy_async_wait<0>();
 
@@ -189,7 +189,7 @@ DEVICE void run(const Call& call) {
         const int count = call.counts[expert], token_tiles = token_tiles_of(count), width = (count + token_tiles - 1) / token_tiles;
         const int within = tile - header.tiles_before[expert], row_tile = within / token_tiles, first_token = within % token_tiles * width;
         const int tokens = min(count - first_token, width);
-        finite = run_in<UP, 8, 16, 32, 48, 64, 80, 96, 112, 128>(width, call, stages, header, expert, row_tile, first_token, tokens) && finite;
+        finite = run_in<UP, WGMMA_WIDTHS>(width, call, stages, header, expert, row_tile, first_token, tokens) && finite;
     }
     if (!finite) report(call.status, 1);
 }

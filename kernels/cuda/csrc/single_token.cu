@@ -18,6 +18,8 @@ constexpr int THREADS = WARPS * 32;
 DEVICE constexpr int groups_of(int k) { return k / 32; }
 DEVICE constexpr int steps_of(int k) { return ((groups_of(k) + 3) / 4 + 1) / 2; }
 DEVICE constexpr int splits_of(int k) { return (steps_of(k) + STEPS - 1) / STEPS; }
+// Do steps and groups fill the tasks, so that nothing has to be masked within a row?
+DEVICE constexpr bool is_whole(int k) { return groups_of(k) % 8 == 0 && steps_of(k) % STEPS == 0; }
 constexpr int GROUP_PITCH = 80;  // bytes of 32 prepared activations: 64, and 16 against bank conflicts
 constexpr int SLOT = STEPS * 2 * 512;
 
@@ -35,6 +37,8 @@ struct Shared {
     u8 down_scales[DOWN_SCALE_BYTES];  // [expert][row][group]
     u8 x[X_BYTES / 16 * 16 + 16];      // [group][plane] pitch, then fp32 [group]
     float sums[SUMS];                  // [pair][w1, w3][split], later [expert][row][split]
+    const u8* up_rows[MAX_PAIRS * 2];  // [pair][w1, w3] codes
+    const u8* down_rows[MAX_EXPERTS];  // codes of this block's first row of w2
     float route[MAX_EXPERTS];
     int place[MAX_EXPERTS];            // the expert's place among those this token uses, -1: not used
 };
@@ -49,14 +53,14 @@ struct Task {
 
 template <int K>
 DEVICE void issue(const Task& task, u8* slot, int t) {
+    const u8* const from = task.codes + task.split * (STEPS * 64) + t * 16;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int step = task.split * STEPS + s;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int group = 4 * (step + half * steps_of(K)) + t;
-            const bool valid = task.valid && step < steps_of(K) && group < groups_of(K);
-            copy_async<16>(slot + (s * 2 + half) * 512, task.codes + (valid ? group * 16 : 0), valid);
+            const bool within = is_whole(K) || (step < steps_of(K) && 4 * (step + half * steps_of(K)) + t < groups_of(K));
+            copy_async<16>(slot + (s * 2 + half) * 512, task.valid && within ? from + (s + half * steps_of(K)) * 64 : task.codes, task.valid && within);
         }
     }
 }
@@ -73,7 +77,7 @@ DEVICE float consume(const u8* slot, const u8* x, const float* x_scales, const u
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int step = split * STEPS + s;
-        if (step >= steps_of(K)) break;
+        if (!is_whole(K) && step >= steps_of(K)) break;
         const uint4 lower = *reinterpret_cast<const uint4*>(slot + s * 1024);
         const uint4 upper = *reinterpret_cast<const uint4*>(slot + s * 1024 + 512);
         if (feeds) {
@@ -189,19 +193,19 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     // A warp's tasks: first those of w1 and w3, then those of w2, each list dealt round-robin.
     const int up_own = (up_tasks - warp + WARPS - 1) / WARPS, down_own = (down_tasks - warp + WARPS - 1) / WARPS;
     u8* const ring = shared.ring[warp][0] + lane * 16;
-    auto issue_task = [&](int k) {
-        u8* const slot = ring + (k % RING) * SLOT;
+    u8 *next_slot = ring, *oldest_slot = ring;
+    const auto after = [&](u8* slot) { return slot == ring + (RING - 1) * SLOT ? ring : slot + SLOT; };
+    const auto issue_task = [&](int k) {
+        u8* const slot = next_slot;
+        next_slot = after(slot);
         if (k < up_own) {
-            const int id = warp + k * WARPS, rest = id / splits_of(HIDDEN);
-            const u32 pair = u32(rest / 2) * 8 + g;
-            const u32 clamped = pair0 + (pair < pairs ? pair : 0), expert = clamped / INTERMEDIATE, row = clamped % INTERMEDIATE;
-            const u8* base = rest % 2 ? packed[expert].w3 : packed[expert].w1;
-            issue<HIDDEN>({base + row * u64(HIDDEN / 2), pair < pairs, id % splits_of(HIDDEN)}, slot, t);
+            const u32 id = warp + k * WARPS, rest = id / splits_of(HIDDEN), pair = rest / 2 * 8 + g;
+            const bool valid = pair < pairs;
+            issue<HIDDEN>({shared.up_rows[(valid ? pair : 0) * 2 + rest % 2], valid, int(id % splits_of(HIDDEN))}, slot, t);
         } else if (k < up_own + down_own) {
-            const int id = warp + (k - up_own) * WARPS, rest = id / splits_of(INTERMEDIATE);
-            const u32 row = u32(rest % down_tiles) * 8 + g;
-            const u8* base = packed[rest / down_tiles].w2;
-            issue<INTERMEDIATE>({base + (row0 + (row < rows ? row : 0)) * u64(INTERMEDIATE / 2), row < rows, id % splits_of(INTERMEDIATE)}, slot, t);
+            const u32 id = warp + (k - up_own) * WARPS, rest = id / splits_of(INTERMEDIATE), row = rest % down_tiles * 8 + g;
+            const u8* const codes = shared.down_rows[rest / down_tiles] + row * (INTERMEDIATE / 2);
+            issue<INTERMEDIATE>({codes, row < rows, int(id % splits_of(INTERMEDIATE))}, slot, t);
         }
         copy_async_commit();
     };
@@ -210,20 +214,26 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     Prepare<(groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS> x_in;
     x_in.load<false>(static_cast<const Activation*>(call.x), groups_of(HIDDEN), 0);
 
-    // All scales of this block, as one group of copies in front of the ring.
-    {
-        using Up = ScaleRow<groups_of(HIDDEN)>;
-        for (u32 i = threadIdx.x; i < pairs * 2 * Up::PIECES; i += THREADS) {
-            const u32 piece = i % Up::PIECES, which = i / Up::PIECES, pair = pair0 + which / 2, expert = pair / INTERMEDIATE;
-            const u8* base = which % 2 ? packed[expert].s3 : packed[expert].s1;
-            Up::copy(shared.up_scales + which * groups_of(HIDDEN), base + u64(pair % INTERMEDIATE) * groups_of(HIDDEN), piece);
-        }
-        using Down = ScaleRow<groups_of(INTERMEDIATE)>;
-        for (u32 i = threadIdx.x; i < n * rows * Down::PIECES; i += THREADS) {
-            const u32 piece = i % Down::PIECES, which = i / Down::PIECES, row = row0 + which % rows;
-            Down::copy(shared.down_scales + which * groups_of(INTERMEDIATE), packed[which / rows].s2 + u64(row) * groups_of(INTERMEDIATE), piece);
-        }
-        copy_async_commit();
+    for (u32 i = threadIdx.x; i < pairs * 2; i += THREADS) {
+        const Row& row = packed[(pair0 + i / 2) / INTERMEDIATE];
+        shared.up_rows[i] = (i % 2 ? row.w3 : row.w1) + (pair0 + i / 2) % INTERMEDIATE * u64(HIDDEN / 2);
+    }
+    if (threadIdx.x < n) shared.down_rows[threadIdx.x] = packed[threadIdx.x].w2 + row0 * u64(INTERMEDIATE / 2);
+    sync_block();
+
+    // Scales of w1 and w3 are the oldest group of copies; those of w2 come with the first task.
+    using Up = ScaleRow<groups_of(HIDDEN)>;
+    for (u32 i = threadIdx.x; i < pairs * 2 * Up::PIECES; i += THREADS) {
+        const u32 piece = i % Up::PIECES, which = i / Up::PIECES, pair = pair0 + which / 2;
+        const Row& row = packed[pair / INTERMEDIATE];
+        Up::copy(shared.up_scales + which * groups_of(HIDDEN), (which % 2 ? row.s3 : row.s1) + pair % INTERMEDIATE * u64(groups_of(HIDDEN)), piece);
+    }
+    copy_async_commit();
+    using Down = ScaleRow<groups_of(INTERMEDIATE)>;
+    for (u32 i = threadIdx.x; i < n * rows * Down::PIECES; i += THREADS) {
+        const u32 piece = i % Down::PIECES, which = i / Down::PIECES;
+        const u8* const row = packed[which / rows].s2 + (row0 + which % rows) * u64(groups_of(INTERMEDIATE));
+        Down::copy(shared.down_scales + which * groups_of(INTERMEDIATE), row, piece);
     }
     for (int k = 0; k < RING - 1; ++k) issue_task(k);
 
@@ -250,9 +260,11 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         copy_async_wait<RING - 1>();
         const int id = warp + k * WARPS, split = id % splits_of(HIDDEN), rest = id / splits_of(HIDDEN);
         const u32 pair = u32(rest / 2) * 8 + g, which = (pair < pairs ? pair : 0) * 2 + rest % 2;
-        const float sum = consume<HIDDEN>(ring + (k % RING) * SLOT, shared.x, x_scales, shared.up_scales + which * groups_of(HIDDEN), split, lane);
+        const float sum = consume<HIDDEN>(oldest_slot, shared.x, x_scales, shared.up_scales + which * groups_of(HIDDEN), split, lane);
+        oldest_slot = after(oldest_slot);
         if (t == 0 && pair < pairs) shared.sums[which * splits_of(HIDDEN) + split] = sum;
     }
+    copy_async_wait<RING - 2>();  // the scales of w2, also where a warp had no task yet
     sync_block();
 
     bool finite = true;
@@ -280,8 +292,9 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         const int expert = rest / down_tiles;
         const u32 row = u32(rest % down_tiles) * 8 + g, which = expert * rows + (row < rows ? row : 0);
         const int group0 = expert * groups_of(INTERMEDIATE);
-        const float sum = consume<INTERMEDIATE>(ring + ((up_own + k) % RING) * SLOT, shared.x + group0 * (PLANES * GROUP_PITCH), x_scales + group0,
+        const float sum = consume<INTERMEDIATE>(oldest_slot, shared.x + group0 * (PLANES * GROUP_PITCH), x_scales + group0,
                                                 shared.down_scales + which * groups_of(INTERMEDIATE), split, lane);
+        oldest_slot = after(oldest_slot);
         if (t == 0 && row < rows) shared.sums[which * splits_of(INTERMEDIATE) + split] = sum;
     }
     copy_async_wait<0>();

@@ -8,7 +8,11 @@ DEVICE void wgmma(float (&c)[N / 2], const u32 (&a)[4], u64 b, bool add);
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Returns when all but the newest PENDING groups are done; only then may their operands and sums be touched.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 // What this thread wrote to shared memory becomes visible to the tensor cores (after the next barrier, for all threads).
 DEVICE void publish_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -5,10 +5,11 @@ inline float bf16_float(u32 bits) { return bits_float(bits << 16); }
 
 struct PendingSums {
     float* c;
-    const u32 (*a)[4];
+    const u32* a;
     u64 b;
     int n;
     bool add;
+    bool last;  // of its group
 };
 inline std::vector<PendingSums>& pending_sums() {
     static std::vector<std::vector<PendingSums>> all;
@@ -19,22 +20,27 @@ inline std::vector<PendingSums>& pending_sums() {
 
 template <int N>
 void wgmma(float (&c)[N / 2], const u32 (&a)[4], u64 b, bool add) {
-    pending_sums().push_back({c, &a, b, N, add});
+    pending_sums().push_back({c, a, b, N, add, false});
 }
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() { pending_sums().back().last = true; }
 inline void publish_to_wgmma() {}
 
 inline u64 wgmma_operand(const void* rows, int byte_offset) {
     return u64((shared_address(rows) + byte_offset) >> 4 & 0x3FFF) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-inline void wgmma_wait() {
+template <int PENDING>
+void wgmma_wait() {
     const int g = host::lane() / 4, t = host::lane() % 4;
     struct Fragments { u32 a[4]; };
-    for (const PendingSums& one : pending_sums()) {
+    auto& pending = pending_sums();
+    const auto groups = [&] { return std::count_if(pending.begin(), pending.end(), [](const PendingSums& p) { return p.last; }); };
+    while (groups() > PENDING) {
+        const PendingSums one = pending.front();
+        pending.erase(pending.begin());
         Fragments own;
-        std::memcpy(own.a, *one.a, sizeof(own.a));
+        std::memcpy(own.a, one.a, sizeof(own.a));
         const u32 start = u32(one.b & 0x3FFF) << 4, group_stride = u32(one.b >> 32 & 0x3FFF) << 4;
         if (one.b >> 62 != 1 || start / 128 % 8 != 0) host::fail("warpgroup operand is not laid out as the kernel says");
         const int done = host::collect(own, [&](auto of) {
@@ -55,7 +61,6 @@ inline void wgmma_wait() {
         });
         (void)done;
     }
-    pending_sums().clear();
 }
 
 inline u32 multiply_bf16(u32 a, u32 b) {
