@@ -42,6 +42,7 @@ class LayerCall:
     slot: int
     tokens: int
     ids: npt.NDArray[np.int32]
+    """The gate's own, not the slot's: later calls write that."""
     draws: list[int]
     """Tokens that chose each expert of the layer."""
     open: list[Piece]
@@ -75,10 +76,11 @@ class ExpertClient:
         assert self._call is None, "one layer call at a time"
         tokens = x.shape[0]
         slot = self._turn = (self._turn + 1) % SLOTS
+        _, slot_ids, slot_weights = self._fleet.calls.views(slot, tokens)
         self._x[slot][:tokens].copy_(x)
-        np.copyto(self._fleet.calls.ids(slot, tokens), ids.cpu().numpy())
-        np.copyto(self._fleet.calls.weights(slot, tokens), weights.cpu().numpy())
-        own_ids = self._fleet.calls.ids(slot, tokens).copy()
+        own_ids = ids.cpu().numpy()
+        np.copyto(slot_ids, own_ids)
+        np.copyto(slot_weights, weights.cpu().numpy())
         call = LayerCall(layer, slot, tokens, own_ids, np.bincount(own_ids.ravel()).tolist(), [])
         self._call = call
         self._await_live()

@@ -19,6 +19,7 @@ def main(spec_path: str) -> int:
     spec = WorkerSpec.load(spec_path)
     child.die_with_parent(spec.launcher_pid)
     child.pin(spec.cpus, spec.threads)
+    child.yield_wakeups()
     if spec.device != "cpu":  # before anything of CUDA is loaded: this process sees one card
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.device.partition(":")[2]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business

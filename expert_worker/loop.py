@@ -42,8 +42,8 @@ class Loop:
     def run(self) -> None:
         while True:
             data = self._port.receive(IDLE_BEAT_S)
-            self._heart.beat()
             if data is None:
+                self._heart.beat()
                 continue
             try:
                 message = codec.decode(data)
@@ -64,8 +64,7 @@ class Loop:
         self._faults.at("receive", number)
         self._heart.begin(call.layer, call.sequence)
         started = time.monotonic()
-        x = self._calls.x(call.slot, call.tokens)
-        ids, weights = self._calls.ids(call.slot, call.tokens), self._calls.weights(call.slot, call.tokens)
+        x, ids, weights = self._calls.views(call.slot, call.tokens)
         self._faults.at("read", number)
         out = self._result(call, ids)
         answer: Partial | Failed

@@ -20,6 +20,12 @@ def die_with_parent(launcher_pid: int) -> None:
         raise SystemExit("the launcher is gone")
 
 
+def yield_wakeups() -> None:
+    """Do not preempt who wakes us: a coordinator that shares a core rings every rank before the first one runs."""
+    with contextlib.suppress(OSError):  # a container may forbid it; then calls are a little slower
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def pin(cpus: list[int], threads: int) -> None:
     """Stay on `cpus`; thread pools of imported libraries get `threads`, unless the user set a number."""
     if cpus:

@@ -113,6 +113,7 @@ class CallMemory:
         self.layout = layout
         self._map = map_memory(fd, layout.call_bytes, writable)
         self.memory = memoryview(self._map)
+        self._single: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
 
     def cell(self, rank: int) -> Cell:
         start = rank * self.layout.cell_bytes
@@ -129,6 +130,14 @@ class CallMemory:
     def weights(self, slot: int, tokens: int) -> npt.NDArray[np.float32]:
         """[tokens, K] fp32."""
         return self._array(slot, self.layout._x_bytes + self.layout._route_bytes, np.float32, (tokens, self.layout.top_k))
+
+    def views(self, slot: int, tokens: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """x, ids and weights of a call. Views for one token are kept: decode asks for them at every layer."""
+        if tokens != 1:
+            return self.x(slot, tokens), self.ids(slot, tokens), self.weights(slot, tokens)
+        if slot not in self._single:
+            self._single[slot] = self.x(slot, 1), self.ids(slot, 1), self.weights(slot, 1)
+        return self._single[slot]
 
     def _array(self, slot: int, offset: int, dtype: npt.DTypeLike, shape: tuple[int, int]) -> npt.NDArray[Any]:
         assert 0 < shape[0] <= self.layout.tokens, shape

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Herd, herd
 from safetensors.numpy import load_file
 
+from evrun.bench.herd import Herd, herd
 from evrun.coordinator.expert_client import CancelledError
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, RunError

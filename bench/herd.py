@@ -1,4 +1,4 @@
-"""Real worker processes under a fleet in this process: what the launcher does, in few lines, for tests of the coordinator."""
+"""Real worker processes under a fleet in this process: what the launcher does, in few lines, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.slots import SlotLayout
 from evrun.kernels import registry
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evrun"
+
 
 class Herd:
     """A fleet, its expert client and its workers. `kill`, `start` and `reap` are what the launcher would do."""
@@ -35,7 +37,8 @@ class Herd:
         options = {
             "numerics": "reference", "dtype": "bfloat16", "combine": "exact", "deal": "sorted", "transport": "doorbell", "chunk": 64,
             "on_loss": "elastic", "stall_timeout_s": 2.0, "kill_timeout_s": 30.0, "faults": [], "check_payload": False,
-            "backend": registry.choose()[0],
+            "backend": registry.choose()[0], "devices": ["cpu"] * world, "card_cache_bytes": -1, "pin_budget_bytes": 1 << 40, "threads": 1,
+            "cpus": [sorted(os.sched_getaffinity(0))] * world, "rungs": ["registered", "arena"],
             **options,
         }  # fmt: skip
         self.options = options
@@ -74,11 +77,12 @@ class Herd:
         spec = WorkerSpec(
             run_id=self.run_id, name="test", secret=self.secret, rank=rank, world_size=len(self.reply_fds),
             incarnation=self.incarnations[rank], checkpoint=str(self.checkpoint.directory), shard_identity=self.checkpoint.identity(),
-            device="cpu", cpus=sorted(os.sched_getaffinity(0)), threads=1, backend=o["backend"], numerics=o["numerics"],
+            device=o["devices"][rank], cpus=o["cpus"][rank], threads=o["threads"], backend=o["backend"], numerics=o["numerics"],
             dtype=o["dtype"], combine=o["combine"],
             prefill_chunk=o["chunk"], transport=o["transport"], hub_address=self.address, call_fd=self.call_fd,
             reply_fd=self.reply_fds[rank], request_bell_fd=self.bells[rank][0], reply_bell_fd=self.bells[rank][1],
-            lifeline_fd=self._lifeline[0], launcher_pid=os.getpid(), faults=o["faults"],
+            lifeline_fd=self._lifeline[0], launcher_pid=os.getpid(), faults=o["faults"], cache_dir=str(CACHE),
+            card_cache_bytes=o["card_cache_bytes"], pin_budget_bytes=o["pin_budget_bytes"], rungs=o["rungs"],
         )  # fmt: skip
         path = self.folder / f"worker-{rank}.{spec.incarnation}.json"
         path.write_text(spec.dump())
