@@ -13,7 +13,7 @@ from evrun.coordinator.dumps import Dumps
 from evrun.coordinator.expert_client import CancelledError, ExpertClient
 from evrun.coordinator.models.registry import Model
 from evrun.coordinator.request_server import Job
-from evrun.coordinator.sampler import Sampler, best
+from evrun.coordinator.sampler import Sampler, best, log_probabilities
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.coordinator.status import StatusMaker
 from evrun.coordinator.text import GrowingText, Text
@@ -76,7 +76,7 @@ class Engine:
     def _generate(self, job: Job, progress: Progress) -> None:
         request, prompt = job.request, progress.prompt_ids
         dumps = Dumps(request)
-        sampler = Sampler(request.temperature, request.seed)
+        sampler = Sampler(request.temperature, request.seed, request.top_p)
         state = self._model.new_state(len(prompt) + request.max_new_tokens)
         wanted: Any = "all" if dumps.wants_all_logits else "last"
         observer = dumps if dumps.observes else None
@@ -105,6 +105,9 @@ class Engine:
         candidates: list[list[int | str | float]] = []
         if request.top_logits:
             candidates = [[i, self._text.piece(i), value] for i, value in best(logits, request.top_logits)]
+        logprobs: list[list[int | str | float]] = []
+        if request.logprobs >= 0:
+            logprobs = [[i, self._text.piece(i), value] for i, value in log_probabilities(logits, token, request.logprobs)]
         ended = token == self._model.config.eos_token_id and not request.ignore_eos
         text = "" if ended else progress.text.add(token)
         full = len(progress.token_ids) >= request.max_new_tokens
@@ -114,7 +117,7 @@ class Engine:
             progress.reason, progress.stopped_on = "stop", "eos"
         elif progress.text.stopped_on is not None:
             progress.reason, progress.stopped_on = "stop", progress.text.stopped_on
-        job.say(Token(token, text, candidates))
+        job.say(Token(token, text, candidates, logprobs))
         return ended or full or progress.text.stopped_on is not None
 
     def _prompt(self, request: Generate) -> list[int]:
@@ -126,6 +129,10 @@ class Engine:
             raise ValueError(f"--temperature: a number of at least 0 expected, found {request.temperature}")
         if not 0 <= request.top_logits <= min(MAX_TOP_LOGITS, config.vocab_size):
             raise ValueError(f"--top-logits: 0 to {min(MAX_TOP_LOGITS, config.vocab_size)} expected, found {request.top_logits}")
+        if not 0 < request.top_p <= 1:
+            raise ValueError(f"top_p: a number above 0 and at most 1 expected, found {request.top_p}")
+        if not -1 <= request.logprobs <= min(MAX_TOP_LOGITS, config.vocab_size):
+            raise ValueError(f"logprobs: -1 to {min(MAX_TOP_LOGITS, config.vocab_size)} expected, found {request.logprobs}")
         if any(not s for s in request.stop):
             raise ValueError("--stop: a text of at least one character expected, found an empty one")
         if request.prompt_ids is not None:

@@ -79,7 +79,7 @@ class RequestServer:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def waiting(self) -> int:
-        return len(self._waiting)
+        return sum(not job.cancelled() for job in list(self._waiting))
 
     def hush(self) -> None:
         """Take the rings of `wake_fd`."""
@@ -153,10 +153,12 @@ class RequestServer:
 
     def _queue(self, job: Job) -> None:
         with self._lock:
+            self._waiting = [waiting for waiting in self._waiting if not waiting.cancelled()]  # the gone hold no place
             if self._closed:
                 job.say(Refused(RUNNING, "the run ends"))
             elif len(self._waiting) >= self._max_queue:
-                job.say(Refused(USAGE, f"{self._max_queue} requests are waiting already, which is the limit; try again later"))
+                said = f"{self._max_queue} requests are waiting already, which is the limit; try again later"
+                job.say(Refused(USAGE, said, queue_full=True))
             else:
                 job.say(Queued(len(self._waiting) + (self._running is not None)))
                 self._waiting.append(job)

@@ -24,12 +24,14 @@ from evrun.launch.streams import complete, drop, settle
 
 COMMANDS = {
     "launch": ("evrun.launch.commands.launch:command", "Start a run; with a prompt: generate, print, stop."),
+    "serve": ("evrun.launch.commands.serve:command", "Start a run and an OpenAI-compatible HTTP server for it."),
     "generate": ("evrun.launch.commands.generate:command", "Ask a run that is up."),
     "ps": ("evrun.launch.commands.ps:command", "Show the processes of a run."),
     "logs": ("evrun.launch.commands.logs:command", "Print the log of a process."),
     "kill": ("evrun.launch.commands.control:kill", "Send a signal to a rank's process."),
     "restart": ("evrun.launch.commands.control:restart", "Replace a rank's process, or revive it."),
     "stop": ("evrun.launch.commands.control:stop", "End a run."),
+    "bench": ("evrun.launch.commands.bench:command", "Measure; every figure beside its floor."),
     "make-checkpoint": ("evrun.launch.make_checkpoint:make_checkpoint", "Write a checkpoint of any geometry."),
 }
 """Name -> (module:attribute, one line of help). A new command is one line."""

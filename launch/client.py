@@ -47,7 +47,7 @@ def request(
     Raises RunError when the coordinator cannot be reached, CancelledError when cancel_fd became readable; whatever the
     listener raises (and KeyboardInterrupt) passes through, and the request is cancelled.
     """
-    connection = _connect(path, secret)
+    connection = connect(path, secret)
     try:
         return _follow(connection, message, listener, cancel_fd, why_lost)
     except BaseException:
@@ -96,8 +96,8 @@ def _take(said: Any, result: Result, listener: Listener) -> None:
         result.fail(said.exit_code, said.error)
 
 
-def _connect(path: str, secret: str) -> Connection:
-    """A connection on which both sides have shown that they know the secret."""
+def connect(path: str, secret: str) -> Connection:
+    """A connection on which both sides have shown that they know the secret. Raises RunError."""
     connection = Connection(_reach(path).detach())
     try:
         if not connection.poll(CONNECT_WITHIN_S):

@@ -33,6 +33,14 @@ class Ps:
 
 @codec.register
 @dataclass(frozen=True)
+class Look:
+    """Ps, and what the HTTP front end shows beside it: answered with Processes, whose text is
+    {"ps": the object of `ps --json`, "phase", "done_bytes", "total_bytes", "requests_running", "requests_waiting",
+    "calls": [[incarnation, layer calls answered] of each rank]}."""
+
+
+@codec.register
+@dataclass(frozen=True)
 class Kill:
     """Send a signal to a rank's process; with `hold` the rank stays down afterwards."""
 
@@ -112,7 +120,7 @@ class ControlServer:
             command = codec.decode(frames[1])
         except CodecError as error:
             return self._drop(str(error))
-        if not isinstance(command, Ps | Kill | Restart | Stop):
+        if not isinstance(command, Ps | Look | Kill | Restart | Stop):
             return self._drop(f"{type(command).__name__} is no command")
         try:
             return self._handle(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from evrun.launch.channels import supervision_pair
+from evrun.launch.http.front import FrontEnd
 from evrun.launch.logs import LogFolder, last_words, process_name
 from evrun.launch.plan import Plan, Wiring
 from evrun.launch.process import Exit, Process, child_environment
@@ -20,6 +22,8 @@ from evrun.launch.screen import Screen
 
 COORDINATOR = ("-m", "evrun.coordinator")
 WORKER = ("-m", "evrun.expert_worker")
+FRONT_END = ("-m", "evrun.launch.http")
+HTTP_THREADS = 1
 TERM_GRACE_S = 1.0
 """From a polite request to end to SIGKILL."""
 log = logging.getLogger("crew")
@@ -45,12 +49,16 @@ class Crew:
     """Every process of the run that is not reaped yet.
 
     The children's modules are attributes, so that a test can put stand-ins in their place.
+    front  the front end of a served run
     """
 
     coordinator_module: Sequence[str] = COORDINATOR
     worker_module: Sequence[str] = WORKER
 
-    def __init__(self, plan: Plan, run_dir: RunDir, logs: LogFolder, wiring: Wiring, screen: Screen) -> None:
+    def __init__(
+        self, plan: Plan, run_dir: RunDir, logs: LogFolder, wiring: Wiring, screen: Screen, front: FrontEnd | None = None
+    ) -> None:
+        self.front = front
         self._plan, self._run_dir, self._logs, self._wiring, self._screen = plan, run_dir, logs, wiring, screen
         self._children: dict[int, Child] = {}
         self._log_trouble = False
@@ -69,9 +77,13 @@ class Crew:
 
     def start_coordinator(self, incarnation: int) -> socket.socket:
         """Our end of its supervision socket. Raises OSError."""
+        for socket_file in (self._wiring.hub_address.removeprefix("ipc://"), self._wiring.requests_path):
+            self._run_dir.remove(os.path.basename(socket_file))  # of an incarnation that was killed
         ours, theirs = supervision_pair()
         with theirs:
             spec = self._plan.coordinator_spec(self._wiring, incarnation, theirs.fileno())
+            if self.front is not None:
+                spec = dataclasses.replace(spec, max_queue=self.front.config.max_queue)
             fds = [spec.supervision_fd, spec.call_fd, *spec.reply_fds, *spec.request_bell_fds, *spec.reply_bell_fds, spec.lifeline_fd]
             try:
                 file = self._run_dir.write(f"coordinator.{incarnation}.json", spec.dump())
@@ -90,6 +102,14 @@ class Crew:
         child = self._start(self.worker_module, file, fds, "worker", rank, incarnation, spec.threads)
         self._run_dir.remove(f"worker-{rank}.{incarnation - 1}.json")
         return child
+
+    def start_http(self, incarnation: int) -> None:
+        """Raises OSError."""
+        assert self.front is not None
+        spec = self.front.spec(self._plan, self._wiring, incarnation)
+        file = self._run_dir.write(f"http.{incarnation}.json", spec.dump())
+        self._start(FRONT_END, file, [spec.listen_fd], "http", None, incarnation, HTTP_THREADS)
+        self._run_dir.remove(f"http.{incarnation - 1}.json")
 
     def reap(self, pidfd: int) -> tuple[Child, Exit, str] | None:
         """(child, its exit, the exit in words) when that process has ended; it is forgotten here then."""

@@ -7,6 +7,8 @@ is the settings (then nothing), its output goes nowhere, its errors to a nameles
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from typing import IO, Any
 
 from evrun.expert_worker.wire.errors import RUNNING, EvrunError
 from evrun.launch.config import RunConfig
+from evrun.launch.http.config import ServeConfig
 from evrun.launch.process import Exit, child_environment
 from evrun.launch.screen import Screen, replay
 
@@ -24,7 +27,7 @@ SUPERVISE = ("-m", "evrun.launch.supervise")
 END_WITHIN_S = 6.0
 
 
-def launch_detached(config: RunConfig, screen: Screen) -> int:
+def launch_detached(config: RunConfig, screen: Screen, serve: ServeConfig | None = None) -> int:
     """Start a launcher in the background and return 0 when every rank serves.
 
     Raises EvrunError with the launch's own exit code otherwise. Interrupted, it ends what it started.
@@ -32,7 +35,7 @@ def launch_detached(config: RunConfig, screen: Screen) -> int:
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     with os.fdopen(read_fd, "rb") as events, tempfile.TemporaryFile() as words:
         try:
-            background = _start(config, write_fd, words)
+            background = _start(config, serve, write_fd, words)
         finally:
             os.close(write_fd)
         try:
@@ -50,7 +53,7 @@ def launch_detached(config: RunConfig, screen: Screen) -> int:
         raise EvrunError(error)
 
 
-def _start(config: RunConfig, events_fd: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(config: RunConfig, serve: ServeConfig | None, events_fd: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
     background = subprocess.Popen(
         [sys.executable, *SUPERVISE, str(events_fd)],
         stdin=subprocess.PIPE,
@@ -63,7 +66,8 @@ def _start(config: RunConfig, events_fd: int, words: IO[bytes]) -> subprocess.Po
     )
     assert background.stdin is not None
     with contextlib.suppress(BrokenPipeError), background.stdin as settings:
-        settings.write(config.dump().encode())
+        served = None if serve is None else dataclasses.asdict(serve)
+        settings.write(json.dumps({"run": config.dump(), "serve": served}).encode())
     return background
 
 

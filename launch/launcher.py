@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import RUNNING, EvrunError
 from evrun.expert_worker.wire.logs import DescriptorHandler, LineFormatter
@@ -21,6 +23,8 @@ from evrun.launch.client import CancelledError
 from evrun.launch.config import RequestConfig, RunConfig
 from evrun.launch.crew import Crew
 from evrun.launch.faults import read_faults
+from evrun.launch.http.config import ServeConfig
+from evrun.launch.http.front import FrontEnd
 from evrun.launch.logs import LogFolder, log_folder
 from evrun.launch.plan import Plan, Wiring, cards_wanted, check_request, make_plan
 from evrun.launch.process import start_time
@@ -44,11 +48,13 @@ def launch(
     signals: Signals,
     strict: bool = False,
     on_log: Callable[[int], None] = lambda fd: None,
+    serve: ServeConfig | None = None,
 ) -> Ending:
     """Run until the end: of the request when there is one, else until somebody asks for it.
 
     strict  end the run when a rank cannot be started (a detached launch promises every rank)
     on_log  called with the descriptor of the launcher's log file once that is open
+    serve   run the HTTP front end too, and replace a coordinator that dies
     Raises EvrunError for what is wrong before anything was started, Interrupted for a signal until then.
     """
     base, note = base_dir(os.environ)
@@ -57,19 +63,24 @@ def launch(
     with RunDir.acquire(base, config.name) as run_dir:
         for note in run_dir.notes:
             screen.note(note)
-        plan, notes = _plan(config, request)
+        plan, model, notes = _plan(config, request)
         logs = LogFolder.open(log_folder(config.name, os.environ))
         for note in notes:
             screen.note(note)
         handler = _log_to(logs, screen, config.log_level)
         on_log(handler.fd)
         try:
-            with Channels(plan.world, plan.layout.call_bytes, plan.layout.reply_bytes, config.transport == "doorbell") as channels:
+            with contextlib.ExitStack() as stack:
+                front = None if serve is None else stack.enter_context(FrontEnd(serve, model))
+                channels = Channels(plan.world, plan.layout.call_bytes, plan.layout.reply_bytes, config.transport == "doorbell")
+                stack.enter_context(channels)
                 wiring = _wire(run_dir, channels)
                 info = _info(plan, wiring, logs)
-                crew = Crew(plan, run_dir, logs, wiring, screen)
+                crew = Crew(plan, run_dir, logs, wiring, screen, front)
                 supervisor = Supervisor(plan, crew, channels, wiring, run_dir.socket_path("control"), signals, screen, strict)
                 run_dir.write_info(info)
+                if front is not None:
+                    screen.note(f"model {front.config.served_model_name!r} at {front.url}/v1; 503 until it is loaded")
                 signals.raising = False
                 return _supervise(supervisor, info, request, screen, signals)
         finally:
@@ -77,8 +88,8 @@ def launch(
             os.close(handler.fd)
 
 
-def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, list[str]]:
-    """The plan, and what people should know of it. Everything that can be refused is refused here."""
+def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, ModelConfig, list[str]]:
+    """The plan, the model's geometry, and what people should know. Everything that can be refused is refused here."""
     checkpoint = Checkpoint.open(config.checkpoint)
     machine = devices.look(os.environ)
     unfit = try_cards(cards_wanted(config, machine), config, checkpoint.config, _cache_dir())
@@ -87,7 +98,7 @@ def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, list[
         check_request(request, checkpoint.config, plan.max_context)
     if plan.uses_cpu:
         plan = plan.with_cpu_kernel(*cpu_kernel.choose(config.cpu_kernel))
-    return plan, [*checkpoint.warnings, *plan.notes]
+    return plan, checkpoint.config, [*checkpoint.warnings, *plan.notes]
 
 
 def _supervise(supervisor: Supervisor, info: RunInfo, request: RequestConfig | None, screen: Screen, signals: Signals) -> Ending:

@@ -1,7 +1,7 @@
 """Log files: one per process and attempt, in $XDG_STATE_HOME/evrun/NAME.
 
     worker-0.2.log      rank 0, second attempt of the run; worker-0.log is a link to the newest attempt
-    coordinator.1.log, launcher.1.log, and their links
+    coordinator.1.log, launcher.1.log, http.1.log, and their links
     previous-1/         the files of the run before, previous-2/ of the one before that, ...
 
 The files stay when the run is over. The newest KEEP_ATTEMPTS of a process and KEEP_RUNS older runs are kept.
@@ -24,7 +24,7 @@ from evrun.expert_worker.wire.errors import UsageError
 KEEP_ATTEMPTS = 20
 KEEP_RUNS = 3
 FOLLOW_S = 0.1
-_FILE = re.compile(r"(worker-\d+|coordinator|launcher)(\.(\d+))?\.log")
+_FILE = re.compile(r"(worker-\d+|coordinator|launcher|http)(\.(\d+))?\.log")
 _LINE = re.compile(r"\S+ \S+ \S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 
 
@@ -37,7 +37,7 @@ def log_folder(name: str, env: Mapping[str, str]) -> Path:
 
 
 def process_name(role: str, rank: int | None) -> str:
-    """`worker-3`, `coordinator`, `launcher`."""
+    """`worker-3`, `coordinator`, `launcher`, `http`."""
     return role if rank is None else f"{role}-{rank}"
 
 

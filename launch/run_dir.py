@@ -3,7 +3,7 @@
     BASE/NAME/lock                     held by the launcher (flock); the pid in it is for messages
     BASE/NAME/run.json                 what clients need to reach the run (0600: it holds the secret)
     BASE/NAME/processes                pid and start time of every child, for the next launch after a crash
-    BASE/NAME/{hub,requests,control}-RUN.sock, worker-R.K.json, coordinator.K.json
+    BASE/NAME/{hub,requests,control}-RUN.sock, worker-R.K.json, coordinator.K.json, http.K.json
 
 BASE is $XDG_RUNTIME_DIR/evrun, else `evrun-UID` under the temporary folder. Only files of these names are ever removed;
 folders that are links, belong to somebody else or are open to others are refused.
@@ -32,7 +32,7 @@ from evrun.launch import process
 
 MAX_SOCKET_PATH = 107
 """Bytes of an AF_UNIX path, its end included."""
-OURS = re.compile(r"lock|processes|run\.json(\.new)?|(hub|requests|control)-[0-9a-f]{8}\.sock|(worker-\d+|coordinator)\.\d+\.json")
+OURS = re.compile(r"lock|processes|run\.json(\.new)?|(hub|requests|control)-[0-9a-f]{8}\.sock|(worker-\d+|coordinator|http)\.\d+\.json")
 LEFTOVER_WAIT_S = 3.0
 LOCK_WAIT_S = 0.3
 

@@ -8,6 +8,7 @@ from typing import Any
 from evrun.expert_worker.wire.heartbeat import Beat
 from evrun.expert_worker.wire.supervision import RankStatus, Status
 from evrun.launch.ranks import RUNNING, Rank
+from evrun.launch.standing import Standing
 
 SERVES = ("ready", "serving")
 
@@ -71,6 +72,27 @@ def coordinator_row(view: CoordinatorView, status: Status | None, stopping: bool
         "backend": "torch",
         "rung": "",
         "bytes": {"dense": status.done_bytes} if status is not None else {},
+    }
+
+
+def http_row(http: Standing, pid: int | None, url: str, stopping: bool) -> dict[str, Any]:
+    """The front end, in the words of the other rows; its device is its address."""
+    return {
+        "role": "http",
+        "rank": None,
+        "device": url,
+        "pid": pid,
+        "state": ("stopped" if stopping else "restarting") if pid is None else "ready",
+        "reason": http.reason,
+        "incarnation": http.incarnation,
+        "restarts": max(0, http.incarnation - 1),
+        "last_layer": -1,
+        "progress_age_s": None,
+        "resends": 0,
+        "dropped_replies": 0,
+        "backend": "",
+        "rung": "",
+        "bytes": {},
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 
 from evrun.expert_worker.wire.errors import RUNNING, EvrunError
 from evrun.launch.config import RunConfig
+from evrun.launch.http.config import ServeConfig
 from evrun.launch.launcher import launch
 from evrun.launch.screen import Pipe
 from evrun.launch.signals import Interrupted, Signals
@@ -15,7 +17,9 @@ from evrun.launch.signals import Interrupted, Signals
 
 def main(events_fd: int) -> int:
     os.set_inheritable(events_fd, False)
-    config = RunConfig.load(sys.stdin.read())
+    settings = json.loads(sys.stdin.read())
+    config = RunConfig.load(settings["run"])
+    serve = ServeConfig(**settings["serve"]) if settings["serve"] is not None else None
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.close(null)
@@ -23,7 +27,7 @@ def main(events_fd: int) -> int:
     error: str | None
     try:
         with Signals() as signals:
-            ending = launch(config, None, pipe, signals, strict=True, on_log=lambda fd: _stderr_to(fd))
+            ending = launch(config, None, pipe, signals, strict=True, on_log=lambda fd: _stderr_to(fd), serve=serve)
         exit_code, error = ending.exit_code, ending.error
     except EvrunError as refused:
         exit_code, error = refused.exit_code, str(refused)

@@ -26,16 +26,21 @@ from evrun.launch.channels import Channels
 from evrun.launch.coordinator_link import CoordinatorLink
 from evrun.launch.crew import TERM_GRACE_S, Child, Crew
 from evrun.launch.plan import Plan, Wiring, falls_short
-from evrun.launch.policy import Death
+from evrun.launch.policy import Death, GiveUp
 from evrun.launch.process import Exit, run_state
 from evrun.launch.ranks import FAILED, HELD, LOST, RUNNING, WAITING, Rank
 from evrun.launch.screen import Loading, Screen
 from evrun.launch.signals import Signals
+from evrun.launch.standing import Standing
 
 REAP_WITHIN_S = 1.5
 """From SIGKILL to giving up on a process (uninterruptible I/O)."""
 DRAW_EVERY_S = 0.25
 IDLE_S = 1.0
+DRAIN_MARGIN_S = 1.0
+"""Beyond its own bound, for the front end to end."""
+HTTP_PROVEN_S = 5.0
+"""A front end that lived for so long works; its death does not count against the restart cap."""
 LAST_ANSWER_S = 2.0
 """What the coordinator has for telling its client that no rank is left."""
 log = logging.getLogger("supervisor")
@@ -69,8 +74,10 @@ class Supervisor:
         self._control = control.ControlServer(control_path, wiring.secret, self._command)
         self._ranks = [Rank(number) for number in range(plan.world)]
         self._link: CoordinatorLink | None = None
-        self._coordinator_incarnation = 0
-        self._coordinator_reason = ""
+        self._coordinator = Standing("coordinator")
+        self._http = Standing("http") if crew.front is not None else None
+        self._http_started_at_s = 0.0
+        self._drain_until_s: float | None = None
         self._status: Status | None = None
         self._told: dict[int, RankStatus] = {}
         self._status_at_s = 0.0
@@ -92,8 +99,9 @@ class Supervisor:
         try:
             try:
                 self._start_coordinator()
+                self._start_http()
                 while self.ending is None:
-                    self._start_due_ranks()
+                    self._start_due(time.monotonic())
                     self._turn()
                     self._judge(time.monotonic())
                     if not self.ready and self.ending is None:
@@ -145,7 +153,9 @@ class Supervisor:
         """What is readable; waits until something is, or until something is due."""
         now_s = time.monotonic()
         due = [now_s + (IDLE_S if self.ready else DRAW_EVERY_S)]
-        due += [rank.restart_at_s for rank in self._ranks if rank.state == WAITING and self.ending is None]
+        if self.ending is None:
+            due += [rank.restart_at_s for rank in self._ranks if rank.state == WAITING and self._coordinator.due_at_s is None]
+            due += [s.due_at_s for s in (self._coordinator, self._http) if s is not None and s.due_at_s is not None]
         due += [at_s for at_s in [self._crew.next_kill_s()] if at_s is not None]
         if self.ending is not None or (self._link is not None and self._link.has_unsent):
             due.append(now_s + 0.02)
@@ -158,13 +168,25 @@ class Supervisor:
     # ---- starting ----
 
     def _start_coordinator(self) -> None:
-        self._coordinator_incarnation += 1
-        self._link = CoordinatorLink(self._crew.start_coordinator(self._coordinator_incarnation))
-
-    def _start_due_ranks(self) -> None:
-        now_s = time.monotonic()
+        self._started_at_s = time.monotonic()
+        self._link = CoordinatorLink(self._crew.start_coordinator(self._coordinator.start()))
         for rank in self._ranks:
-            if rank.is_due(now_s):
+            if rank.state in (FAILED, LOST, HELD):  # one that replaces another has not heard of it
+                self._tell(supervision.WorkerGone(rank.number, rank.incarnation, rank.reason, False))
+
+    def _start_http(self) -> None:
+        if self._http is not None:
+            self._http_started_at_s = time.monotonic()
+            self._crew.start_http(self._http.start())
+
+    def _start_due(self, now_s: float) -> None:
+        """Processes whose time has come: the coordinator before the workers, which it must be told of."""
+        if self._coordinator.is_due(now_s):
+            self._start_coordinator()
+        if self._http is not None and self._http.is_due(now_s):
+            self._start_http()
+        for rank in self._ranks:
+            if rank.is_due(now_s) and self._coordinator.due_at_s is None:
                 self._start_worker(rank)
 
     def _start_worker(self, rank: Rank) -> None:
@@ -193,13 +215,17 @@ class Supervisor:
             log.info("ready: %s", "; ".join(self.report))
             on_ready()
             return
-        quiet_s, limit_s = now_s - self._started_at_s, self._plan.config.start_timeout
-        if self._status is None and quiet_s > limit_s:
+        limit_s = self._plan.config.start_timeout
+        if self._is_silent(now_s):
             found = f"expected a sign of life within {limit_s:g} s (--start-timeout), found none"
             self.end(Ending(errors.RUNNING, f"coordinator: {found}; see `evrun logs coordinator`"))
         if now_s - self._drawn_at_s >= DRAW_EVERY_S:
             self._drawn_at_s = now_s
             self._screen.loading(self._loading())
+
+    def _is_silent(self, now_s: float) -> bool:
+        """Whether the coordinator's process has not said a word since it was started, for too long."""
+        return self._status is None and self._coordinator.due_at_s is None and now_s - self._started_at_s > self._plan.config.start_timeout
 
     def _is_ready(self) -> bool:
         """Whether the coordinator takes requests, every rank serves or is down for good, and at least one serves."""
@@ -229,6 +255,7 @@ class Supervisor:
         if isinstance(message, Status):
             self._status, self._told = message, status.rank_statuses(message)
             self._status_at_s = time.monotonic()
+            self._coordinator.served = self._coordinator.served or message.state in status.SERVES
             self._check_rungs()
         elif isinstance(message, KillWorker):
             child = self._crew.find("worker", message.rank)
@@ -236,7 +263,7 @@ class Supervisor:
                 log.warning("%s: the coordinator asked for its end: %s", child, message.reason)
                 child.why = message.reason
                 child.process.send(signal.SIGKILL)
-        elif isinstance(message, Fatal):
+        elif isinstance(message, Fatal) and not self._replaces_coordinator:
             self.end(Ending(message.exit_code, message.error))
 
     def _check_rungs(self) -> None:
@@ -254,8 +281,10 @@ class Supervisor:
             return
         child, found, words = ended
         log.log(logging.INFO if self.ending else logging.WARNING, "%s %s", child, words)
-        if child.rank is None:
-            self._coordinator_died(found, words)
+        if child.role == "coordinator":
+            self._coordinator_died(found, words, now_s)
+        elif child.rank is None:
+            self._http_died(found, words, now_s)
         else:
             rank = self._ranks[child.rank]
             self._after_death(rank, Death(now_s, self._calls(rank), found.code, words))
@@ -274,14 +303,46 @@ class Supervisor:
         by_word = told.calls if told is not None and told.incarnation == rank.incarnation else 0
         return max(by_beat, by_word)
 
-    def _coordinator_died(self, found: Exit, words: str) -> None:
+    @property
+    def _replaces_coordinator(self) -> bool:
+        """A served run goes on without its coordinator, once it was ready: there are clients that will ask again."""
+        return self._http is not None and self.ready
+
+    def _coordinator_died(self, found: Exit, words: str, now_s: float) -> None:
         """Without its coordinator a launch is over; its own word (Fatal) has been heard by now if there was one."""
-        self._coordinator_reason = words
+        given_up = self._coordinator.die(now_s, found.code, words)
+        if self._replaces_coordinator and given_up is None and self.ending is None:
+            self._screen.note(f"coordinator {words}; it is replaced, and the workers with it")
+            self._status, self._told = None, {}
+            if self._link is not None:
+                self._link.close()
+            for child in self._crew:
+                if child.rank is not None:
+                    # Workers keep nothing, and a call of the dead coordinator may still lie in their cells.
+                    self._ranks[child.rank].replace = not self._ranks[child.rank].hold
+                    child.why = "its coordinator is gone"
+                    child.process.send(signal.SIGKILL)
+            return
+        self._coordinator.due_at_s = None
+        if isinstance(given_up, GiveUp) and self._replaces_coordinator:
+            words = f"is {given_up.state}: {given_up.reason}"
         passed_on = found.code if found.code in (errors.USAGE, errors.CHECKPOINT, errors.DEVICE) and not self.ready else None
         self.end(Ending(passed_on or errors.RUNNING, f"coordinator {words}; see `evrun logs coordinator`"))
 
+    def _http_died(self, found: Exit, words: str, now_s: float) -> None:
+        if self._http is None or self.ending is not None:
+            return
+        self._http.served = now_s - self._http_started_at_s > HTTP_PROVEN_S
+        given_up = self._http.die(now_s, found.code, words)
+        if given_up is not None:
+            self.end(Ending(errors.RUNNING, f"http is {given_up.state}: {given_up.reason}; see `evrun logs http`"))
+
     def _judge(self, now_s: float) -> None:
-        """End the run when a strict start cannot succeed, or when no rank is left and none will return."""
+        """Kill a new coordinator that never speaks; end the run when a strict start cannot succeed, or no rank is left or will return."""
+        child = self._crew.find("coordinator")
+        if self.ready and child is not None and self._is_silent(now_s):
+            child.why = f"no sign of life within {self._plan.config.start_timeout:g} s"
+            child.process.send(signal.SIGKILL)
         gone = [rank for rank in self._ranks if rank.state in (FAILED, LOST)]
         if gone and self._strict and not self.ready:
             self.end(_loss(gone[0]))
@@ -297,13 +358,15 @@ class Supervisor:
     # ---- the end ----
 
     def _stop_further(self, now_s: float) -> None:
-        """Stage by stage: ask, SIGKILL, give up on what cannot be killed."""
+        """Stage by stage: let the front end finish, ask, SIGKILL, give up on what cannot be killed."""
         assert self.ending is not None
+        if self._stop_stage == 0 and self._drains(now_s):
+            return
         if self._stop_stage == 0:
             self._stop_stage, self._stop_at_s = 1, now_s + TERM_GRACE_S
             self._tell(supervision.Shutdown(self.ending.error or self.ending.asked_by))
             for child in self._crew:
-                if child.rank is not None:
+                if child.role != "coordinator":
                     child.process.send(signal.SIGTERM)
         elif self._stop_stage == 1 and now_s >= self._stop_at_s:
             self._stop_stage, self._stop_at_s = 2, now_s + REAP_WITHIN_S
@@ -318,11 +381,23 @@ class Supervisor:
                 log.error(text)
                 self._screen.note(text)
 
+    def _drains(self, now_s: float) -> bool:
+        """Whether the front end still ends its requests, which it is asked to once; the rest goes on meanwhile."""
+        child = self._crew.find("http")
+        if child is None or self._crew.front is None or self._crew.find("coordinator") is None:
+            return False
+        if self._drain_until_s is None:
+            self._drain_until_s = now_s + self._crew.front.drain_s + DRAIN_MARGIN_S
+            child.process.send(signal.SIGTERM)
+        return now_s < self._drain_until_s
+
     # ---- commands ----
 
     def _command(self, command: Any) -> Any:
         if isinstance(command, control.Ps):
             return control.Processes(json.dumps(self.view()))
+        if isinstance(command, control.Look):
+            return control.Processes(json.dumps(self.look()))
         if isinstance(command, control.Stop):
             early = f"stopped before it was ready: {command.reason}"
             self.end(Ending(0, None, command.reason) if self.ready else Ending(errors.RUNNING, early))
@@ -360,18 +435,34 @@ class Supervisor:
         age_s = time.monotonic() - self._status_at_s if self._status is not None else None
         seat = self._plan.coordinator
         seen = status.CoordinatorView(
-            _pid(self._crew.find("coordinator")), seat.device, self._coordinator_incarnation, self._coordinator_reason, age_s
+            _pid(self._crew.find("coordinator")), seat.device, self._coordinator.incarnation, self._coordinator.reason, age_s
         )
         rows = [status.coordinator_row(seen, self._status, stopping)]
         for rank, seat in zip(self._ranks, self._plan.ranks, strict=True):
             pid, beat = _pid(self._crew.find("worker", rank.number)), self._channels.beat(rank.number)
             rows.append(status.rank_row(rank, pid, seat.device, self._told.get(rank.number), beat, stopping))
+        if self._http is not None and self._crew.front is not None:
+            rows.append(status.http_row(self._http, _pid(self._crew.find("http")), self._crew.front.url, stopping))
         return {
             "name": self._plan.config.name,
             "run": self._wiring.run_id,
             "launcher_pid": os.getpid(),
             "state": status.run_state(self._status, stopping),
             "processes": rows,
+        }
+
+    def look(self) -> dict[str, Any]:
+        """The object of control.Look."""
+        told = self._status
+        beats = [self._channels.beat(rank.number) for rank in self._ranks]
+        return {
+            "ps": self.view(),
+            "phase": told.phase if told is not None else "starting the coordinator",
+            "done_bytes": told.done_bytes if told is not None else 0,
+            "total_bytes": told.total_bytes if told is not None else 0,
+            "requests_running": told.requests_running if told is not None else 0,
+            "requests_waiting": told.requests_waiting if told is not None else 0,
+            "calls": [[beat.incarnation, beat.calls] if beat is not None else [0, 0] for beat in beats],
         }
 
 

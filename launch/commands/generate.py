@@ -58,7 +58,8 @@ def _wait_until_ready(info: RunInfo, screen: Screen) -> None:
         if view["state"] == "stopped":
             raise UsageError(f"run {info.name!r} is ending; start it anew with `evrun launch`")
         coordinator = view["processes"][0]
-        waiting = [f"rank {row['rank']}" for row in view["processes"][1:] if row["state"] not in ("ready", "serving")]
+        workers = [row for row in view["processes"] if row["role"] == "worker"]
+        waiting = [f"rank {row['rank']}" for row in workers if row["state"] not in ("ready", "serving")]
         screen.loading(Loading(coordinator["reason"] or "starting", 0, 0, waiting))
         time.sleep(ASK_EVERY_S)
 

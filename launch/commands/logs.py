@@ -16,7 +16,7 @@ from evrun.launch.streams import drop
 
 
 @click.command("logs")
-@click.argument("process", metavar="RANK|coordinator|launcher")
+@click.argument("process", metavar="RANK|coordinator|launcher|http")
 @click.option("-f", "--follow", is_flag=True, help="Go on as lines come, through restarts, until the run is over.")
 @click.option("--attempt", metavar="K", default=None, help="The K-th process of the rank. [default: the newest]")
 @name_option
@@ -27,9 +27,9 @@ def command(process: str, follow: bool, attempt: str | None, name: str | None) -
     run = run_name(name, os.environ)
     if attempt is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", attempt):
         raise UsageError(f"--attempt: expected an integer >= 1, found {attempt!r}")
-    which = process if process in ("coordinator", "launcher") else f"worker-{process}"
+    which = process if process in ("coordinator", "launcher", "http") else f"worker-{process}"
     if which.startswith("worker-") and not re.fullmatch(r"[0-9]{1,4}", process):
-        raise UsageError(f"expected a rank, coordinator or launcher, found {process!r}")
+        raise UsageError(f"expected a rank, coordinator, launcher or http, found {process!r}")
     over = _over(run) if follow else iter([True, True])
     out = sys.stdout.buffer
     try:

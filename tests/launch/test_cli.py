@@ -51,7 +51,7 @@ BAD = [
     (["kill", "0", "--signal", "HUP"], 2, "--signal: expected one of TERM, KILL, STOP, CONT, found 'HUP'"),
     (["restart", "-1"], 2, "No such option"),
     (["logs", "0"], 2, "no log of worker-0"),
-    (["logs", "everything"], 2, "expected a rank, coordinator or launcher, found 'everything'"),
+    (["logs", "everything"], 2, "expected a rank, coordinator, launcher or http, found 'everything'"),
     (["logs", "0", "--attempt", "0"], 2, "--attempt: expected an integer >= 1"),
 ]
 
