@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from evrun.bench import report
+from evrun.expert_worker.wire.errors import EvrunError
+from evrun.kernels.cuda.errors import DeviceError, UnavailableError
 
 as_json = click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 
@@ -60,5 +63,23 @@ def stage(card: int, as_json: bool) -> None:
     report.show("stage", module.run(card), as_json)
 
 
+def main() -> int:
+    """As `evrun.launch.cli.main`: errors are one line."""
+    try:
+        bench.main(prog_name="evrun bench", standalone_mode=False)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        click.echo(f"evrun: {error.format_message()}; see --help", err=True)
+        return 2
+    except EvrunError as error:
+        click.echo(f"evrun: {error}", err=True)
+        return error.exit_code
+    except (UnavailableError, DeviceError) as error:
+        click.echo(f"evrun: {error}", err=True)
+        return 4
+    return 0
+
+
 if __name__ == "__main__":
-    bench(prog_name="evrun bench")
+    sys.exit(main())

@@ -70,7 +70,10 @@ def show(bench: str, rows: list[Row], as_json: bool) -> None:
         table.add_column(f"{column.replace('seconds', 'us')}" if column in UNITS else column, justify="right")
     for row in rows:
         table.add_row(*(_shown(column, row.get(column)) for column in columns))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
 
 
 def _shown(column: str, value: Any) -> str:

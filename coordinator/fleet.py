@@ -211,7 +211,7 @@ class Fleet:
         else:
             rank.calls += 1
             if isinstance(message, Partial):
-                rank.bytes_by_rung = message.bytes_by_rung
+                rank.bytes_by_rung, rank.compute_s = message.bytes_by_rung, message.compute_s
         return [Answered(rank.rank, flight, None if damaged else message)]
 
     def _drop(self, rank: Rank, why: str) -> list[Event]:

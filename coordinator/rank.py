@@ -63,6 +63,8 @@ class Rank:
     backend: str = ""
     rung: str = ""
     bytes_by_rung: dict[str, int] = field(default_factory=dict)
+    compute_s: float = 0.0
+    """What the rank says its newest call took it, from receipt to result."""
 
     @property
     def live(self) -> bool:
