@@ -1,0 +1,250 @@
+"""The card lane on an emulated card: the kernels' own source, rows from a real checkpoint, every rung, every fault."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cuda_emulated import HOPPER, HostCard, HostStream
+
+from evrun.expert_worker.card import rungs
+from evrun.expert_worker.card.lane import CardLane
+from evrun.expert_worker.lane import CpuLane
+from evrun.expert_worker.rows import Rows
+from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
+from evrun.expert_worker.wire.errors import DeviceError, PayloadError
+from evrun.expert_worker.wire.slots import ReplyMemory, SlotLayout
+from evrun.kernels.cuda.driver import REGISTER_READ_ONLY
+from evrun.kernels.cuda.errors import DeviceError as CardError
+from evrun.kernels.cuda.errors import UnavailableError
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+FULL = Path(__file__).parents[1] / "golden" / "full" / "checkpoint"
+TOKENS = 9
+
+
+class HostEvent:
+    def record(self, stream: HostStream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(HostStream):
+    def wait(self, event: HostEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Registration:
+    def __init__(self, card: EmulatedCard, address: int, size: int) -> None:
+        self.address, self._card, self._size = address, card, size
+        card.registered += size
+
+    def close(self) -> None:
+        self._card.registered -= self._size
+
+
+class EmulatedCard(HostCard):
+    """HostCard with what the lane asks of a driver.Device. `refuses`: registration flags this driver does not take."""
+
+    name = "emulated"
+
+    def __init__(self, folder: Path, refuses: tuple[int, ...] = (), free_bytes: int = 1 << 31) -> None:
+        super().__init__(HOPPER, folder)
+        self._refuses, self._free = refuses, free_bytes
+        self.registered = 0
+        self.copied: list[tuple[int, int]] = []
+
+    def stream(self) -> Stream:
+        return Stream()
+
+    def event(self, timing: bool = False) -> HostEvent:
+        return HostEvent()
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return self._free, self._free
+
+    def register(self, address: int, size: int, flags: int) -> Registration:
+        if flags in self._refuses:
+            raise CardError("cuMemHostRegister_v2", 801, "CUDA_ERROR_NOT_SUPPORTED")
+        return Registration(self, address, size)
+
+    def host_device_address(self, address: int) -> int:
+        return address
+
+    def copy_in(self, to: int, host: int, size: int, stream: HostStream) -> None:
+        self.copied.append((host, size))
+        ctypes.memmove(to, host, size)
+
+
+class Bench:
+    """A lane and what it is compared with."""
+
+    def __init__(self, folder: Path, card: EmulatedCard, checkpoint: Path = FULL, **options: Any) -> None:
+        self.checkpoint = Checkpoint.open(checkpoint)
+        combine = options.get("combine", "partial")
+        self.layout = SlotLayout.of(self.checkpoint.config, 1, TOKENS, "bfloat16", combine)
+        self._fd = os.memfd_create("reply")
+        os.ftruncate(self._fd, self.layout.reply_bytes)
+        self.reply = ReplyMemory(self.layout, self._fd, writable=True)
+        fields: dict[str, Any] = {
+            "run_id": "r", "name": "n", "secret": "", "rank": 0, "world_size": 1, "incarnation": 1, "checkpoint": str(checkpoint),
+            "shard_identity": {}, "device": "cuda:GPU-x", "cpus": [0, 1], "threads": 2, "backend": "native", "numerics": "reference",
+            "dtype": "bfloat16", "combine": combine, "prefill_chunk": TOKENS, "transport": "zmq", "hub_address": "", "call_fd": -1,
+            "reply_fd": -1, "request_bell_fd": -1, "reply_bell_fd": -1, "lifeline_fd": -1, "launcher_pid": 0, "cache_dir": str(folder),
+            "card_cache_bytes": 0, "pin_budget_bytes": 1 << 40,
+        }  # fmt: skip
+        self.spec = spec = WorkerSpec(**(fields | options))
+        self.beats = 0
+        self.lane = CardLane(spec, self.checkpoint, self.reply, self._beat, lambda uuid: card)  # type: ignore[arg-type, return-value]
+        self.cpu = CpuLane(spec, self.checkpoint.config, Rows(self.checkpoint), self._beat)
+
+    def _beat(self) -> None:
+        self.beats += 1
+
+    def both(self, layer: int, tokens: int, experts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(from the card, from the CPU) for random tokens that draw from all experts."""
+        config = self.checkpoint.config
+        random = np.random.default_rng(layer * 100 + tokens)
+        x = (random.standard_normal((tokens, config.hidden_size)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        k = config.num_experts_per_tok
+        ids = np.stack([random.permutation(config.n_routed_experts)[:k] for _ in range(tokens)]).astype(np.int32)
+        weights = random.uniform(0.1, 0.5, (tokens, k)).astype(np.float32)
+        rows = int(np.isin(ids, experts).sum())
+        out = self.reply.rows(rows) if self.layout.exact else self.reply.partial(tokens)
+        assert self.lane.compute(layer, experts, x, ids, weights, out) == rows
+        expected = np.empty_like(out)
+        self.cpu.compute(layer, experts, x, ids, weights, expected)
+        return out.copy(), expected
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def bench(kernels: Path) -> Iterator[Any]:
+    made: list[Bench] = []
+
+    def make(card: EmulatedCard | None = None, **options: Any) -> Bench:
+        made.append(Bench(kernels, card or EmulatedCard(kernels), **options))
+        return made[-1]
+
+    yield make
+    for b in made:
+        b.close()
+
+
+def close_to(got: np.ndarray, expected: np.ndarray) -> None:
+    if got.dtype == np.uint16:
+        got, expected = ((a.astype(np.uint32) << 16).view(np.float32) for a in (got, expected))
+    assert np.linalg.norm(got - expected) <= 1e-3 * np.linalg.norm(expected)
+
+
+ALL = list(range(24))
+
+
+@pytest.mark.parametrize("combine", ["partial", "exact"])
+@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+def test_more_rows_than_the_staging_memory_holds(bench: Any, combine: str, tokens: int) -> None:
+    b = bench(combine=combine)
+    close_to(*b.both(3, tokens, ALL))
+    assert b.lane.rung == "registered"
+    assert b.lane.bytes_by_rung["registered"] == 24 * b.checkpoint.config.row_bytes
+
+
+@pytest.mark.parametrize("combine", ["partial", "exact"])
+def test_bits_do_not_depend_on_cache_eviction_or_rung(bench: Any, kernels: Path, combine: str) -> None:
+    row = 1 << 14  # a slot of this geometry is smaller
+    answers = []
+    for options in ({"card_cache_bytes": 0}, {"card_cache_bytes": -1}, {"card_cache_bytes": 5 * row}, {"rungs": ["arena"]}):
+        b = bench(combine=combine, **options)
+        calls = [b.both(layer, tokens, experts)[0].tobytes() for layer, tokens, experts in
+                 ((1, 1, [0, 7, 9]), (1, 4, ALL), (2, 1, [7, 9, 20]), (1, 1, [0, 7, 9]), (2, TOKENS, ALL[::2]))]  # fmt: skip
+        answers.append(calls)
+    assert all(a == answers[0] for a in answers)
+
+
+def test_the_cache_saves_copies_and_counts(bench: Any) -> None:
+    b = bench(card_cache_bytes=-1)
+    b.both(1, 1, [3, 4])
+    moved = b.lane.bytes_by_rung["registered"]
+    b.both(1, 1, [3, 4])
+    assert b.lane.bytes_by_rung["registered"] == moved
+    assert (b.lane.bytes_by_rung["cache_hits"], b.lane.bytes_by_rung["cache_misses"]) == (2, 2)
+    assert b.lane.bytes_by_rung["card"] == 2 * b.checkpoint.config.row_bytes
+
+
+def test_a_driver_without_the_read_only_flag(bench: Any, kernels: Path) -> None:
+    card = EmulatedCard(kernels, refuses=(rungs.REGISTER_PORTABLE | REGISTER_READ_ONLY,))
+    b = bench(card)
+    close_to(*b.both(1, 2, [1, 2]))
+    assert b.lane.rung == "registered"
+
+
+def test_a_driver_that_registers_no_file(bench: Any, kernels: Path, caplog: pytest.LogCaptureFixture) -> None:
+    card = EmulatedCard(kernels, refuses=(rungs.REGISTER_PORTABLE | REGISTER_READ_ONLY, rungs.REGISTER_PORTABLE))
+    b = bench(card)
+    assert b.lane.rung == "arena"
+    assert "every row costs a host copy" in caplog.text
+    close_to(*b.both(1, 3, [1, 2]))
+    assert b.lane.bytes_by_rung["arena"] == 2 * b.checkpoint.config.row_bytes
+    with pytest.raises(DeviceError, match="arena"):
+        bench(card, rungs=["registered"])
+
+
+def test_the_pin_budget_is_kept_and_shards_are_let_go(bench: Any, kernels: Path) -> None:
+    card = EmulatedCard(kernels)
+    largest = max(p.stat().st_size for p in FULL.glob("*.safetensors"))
+    b = bench(card, pin_budget_bytes=largest + 8192)
+    own = card.registered  # the reply memory
+    for layer in (1, 5, 9, 1):
+        close_to(*b.both(layer, 2, [1, 2, 3]))
+        assert card.registered - own <= largest + 8192
+    assert b.lane.bytes_by_rung["arena"] == 0
+    small = bench(EmulatedCard(kernels), pin_budget_bytes=4096)
+    close_to(*small.both(1, 2, [1, 2]))
+    assert small.lane.rung == "arena"
+
+
+def test_a_bad_scale_is_named_also_in_the_middle_of_many_runs(bench: Any, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(FULL, copy)
+    scale = next(t for t in Checkpoint.open(copy).expert(3, 2) if t.name.endswith("w2.scale"))
+    with scale.shard.open("r+b") as shard:
+        shard.seek(scale.offset + 4 * scale.data.shape[1])
+        shard.write(b"\xff")
+    b = bench(checkpoint=copy, card_cache_bytes=-1)
+    for tokens, experts in ((1, [2]), (TOKENS, ALL)):
+        with pytest.raises(PayloadError, match=rf"{scale.name} row 4.*found 255"):
+            b.both(3, tokens, experts) if tokens > 1 else draw_two(b)
+    close_to(*b.both(3, TOKENS, [e for e in ALL if e != 2]))
+
+
+def draw_two(b: Bench) -> None:
+    """One token that certainly draws expert 2 of layer 3."""
+    config = b.checkpoint.config
+    ids = np.array([[2, 3, 4, 5, 6, 7]], np.int32)
+    x = np.full((1, config.hidden_size), 0x3F80, np.uint16)
+    b.lane.compute(3, [2], x, ids, np.full(ids.shape, 0.3, np.float32), b.reply.partial(1))
+
+
+def test_a_card_that_is_not_there_is_a_device_error(bench: Any) -> None:
+    def missing(uuid: str) -> Any:
+        raise UnavailableError("card GPU-x is not visible; visible: none")
+
+    b = bench()
+    with pytest.raises(DeviceError, match="GPU-x: card GPU-x is not visible"):
+        CardLane(b.spec, b.checkpoint, b.reply, lambda: None, missing)
+
