@@ -150,6 +150,7 @@ class FrontEndApp:
         if not health.serves:
             raise unavailable(health.message, health.code)
         exchange = Exchange(answer, self.gate, self._open, self._metrics)
+        exchange.on_lost = self.watch.coordinator_lost
         await replies.unless_gone(exchange.admit(), request.receive)
         self._exchanges.add(exchange)
         path = request.scope["route"].path

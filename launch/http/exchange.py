@@ -30,6 +30,8 @@ class Exchange:
         self.answer, self.outbox = answer, Outbox()
         self.error: ApiError | None = None
         """Why it did not come to its end."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when the coordinator vanishes."""
         self.progress = "waiting"
         """For the comment lines of a stream."""
         self.lagging = asyncio.Event()
@@ -53,6 +55,7 @@ class Exchange:
                 raise errors.of_refusal(self._first)
         except LostError as error:
             self._leave()
+            self.on_lost()
             raise errors.unavailable(str(error), "coordinator_lost") from None
         except BaseException:
             self._leave()
@@ -64,7 +67,9 @@ class Exchange:
         try:
             await self._follow(self._ask)
         except LostError as error:
-            self.error = self.error or errors.unavailable(str(error), "coordinator_lost")
+            if self.error is None:
+                self.on_lost()
+                self.error = errors.unavailable(str(error), "coordinator_lost")
         except LaggingError as error:
             log.warning("a request was cancelled: %s", error)
             self.error = ApiError(500, str(error))

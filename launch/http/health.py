@@ -21,6 +21,8 @@ class Seen:
     layer_age_s: float | None
     """Since some rank last finished a layer call; None before the first."""
     draining: bool
+    lost: bool = False
+    """Connections to the coordinator that the launcher tells of have just broken: its death is not reaped yet."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def judge(seen: Seen, stall_s: float, stuck_s: float) -> Health:
     }
     if missing:
         facts["degraded"] = missing
+    if seen.lost:
+        return _no("coordinator_lost", "the coordinator is gone; it is being replaced", facts)
     if coordinator["state"] not in SERVES:
         return _loading(look, coordinator, facts)
     if len(missing) == len(ranks):

@@ -18,6 +18,8 @@ from evrun.launch.http.health import Seen
 EVERY_S = 0.5
 FRESH_S = 0.1
 ANSWER_WITHIN_S = 2.0
+LOST_FOR_S = 5.0
+"""How long a broken connection speaks against a coordinator that the launcher has not seen die."""
 log = logging.getLogger("watch")
 
 
@@ -33,6 +35,8 @@ class Watch:
         self._look_at_s = 0.0
         self._calls: Any = None
         self._layer_at_s: float | None = None
+        self._lost: tuple[int, float] | None = None
+        """(incarnation, when) of the coordinator that was lost."""
         self.draining = False
 
     async def run(self) -> None:
@@ -54,10 +58,19 @@ class Watch:
                 return
             self._take(look, time.monotonic())
 
+    def coordinator_lost(self) -> None:
+        """A connection to it broke. Known here before its process is reaped."""
+        if self.look is not None:
+            self._lost = self.look["ps"]["processes"][0]["incarnation"], time.monotonic()
+
     def seen(self) -> Seen:
         now_s = time.monotonic()
+        lost = False
+        if self._lost is not None and self.look is not None:
+            incarnation, at_s = self._lost
+            lost = self.look["ps"]["processes"][0]["incarnation"] == incarnation and now_s - at_s < LOST_FOR_S
         layer_age_s = None if self._layer_at_s is None else now_s - self._layer_at_s
-        return Seen(self.look, now_s - self._look_at_s, layer_age_s, self.draining)
+        return Seen(self.look, now_s - self._look_at_s, layer_age_s, self.draining, lost)
 
     def close_socket(self) -> None:
         if self._socket is not None:

@@ -31,6 +31,10 @@ class Served:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+
     def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         return self.http.post(path, json={"model": MODEL, **fields})
 
@@ -95,7 +99,6 @@ def serving(evrun: Evrun, *args: str, checkpoint: Path = FULL, world: int = 2, k
     try:
         yield served
     finally:
-        served.http.close()
-        served.openai.close()
+        served.close()
         evrun("stop")
     evrun.assert_nothing_left()
