@@ -188,7 +188,8 @@ def test_parallel_requests_equal_serial_ones(served: Served) -> None:
 
 def test_a_client_that_leaves_frees_its_place(served: Served) -> None:
     with served.stream(prompt=CHAT, max_tokens=150, temperature=0, ignore_eos=True) as response:
-        next(events(response))
+        stream = events(response)  # kept: httpx closes with its iterator
+        next(stream)
         assert not served.idle()
     until(served.idle, "the place of a client that left", 10)
     assert served.complete(CHAT, 1)["usage"]["completion_tokens"] == 1
