@@ -6,11 +6,14 @@
 
 #include <cstring>
 
+#include "activation_math.h"
 #include "kernels.h"
 
 namespace evrun {
 
 namespace {
+
+#define EVRUN_INLINE inline __attribute__((always_inline))
 
 inline __m256i load(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 inline void store(void *p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i *>(p), v); }
@@ -60,117 +63,137 @@ struct Tail {
     }
 };
 
-void peaks(const uint8_t *scales, int rows, int groups, uint8_t *out) {
-    for (int r = 0; r < rows; ++r) {
-        int peak = 0, g = 0;
-        if (groups >= 32) {
-            __m256i largest = _mm256_setzero_si256();
-            for (; g + 32 <= groups; g += 32) largest = _mm256_max_epu8(largest, load(scales + g));
-            largest = _mm256_max_epu8(largest, load(scales + groups - 32));
-            g = groups;
-            __m128i v = _mm_max_epu8(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-            v = _mm_xor_si128(v, _mm_set1_epi8(-1));  // the largest byte is the smallest complement
-            v = _mm_min_epu8(v, _mm_srli_epi16(v, 8));
-            peak = 255 - _mm_extract_epi16(_mm_minpos_epu16(_mm_and_si128(v, _mm_set1_epi16(255))), 0);
+void extremes(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most) {
+    uint8_t low = 255, high = 0;
+    size_t i = 0;
+    if (count >= 32) {
+        __m256i lows = load(bytes), highs = lows;
+        for (i = 32; i + 32 <= count; i += 32) {
+            lows = _mm256_min_epu8(lows, load(bytes + i));
+            highs = _mm256_max_epu8(highs, load(bytes + i));
         }
-        for (; g < groups; ++g) peak = scales[g] > peak ? scales[g] : peak;
-        out[r] = static_cast<uint8_t>(peak);
-        scales += groups;
+        uint8_t parts[2][32];
+        store(parts[0], lows);
+        store(parts[1], highs);
+        for (int j = 0; j < 32; ++j) {
+            low = parts[0][j] < low ? parts[0][j] : low;
+            high = parts[1][j] > high ? parts[1][j] : high;
+        }
+    }
+    for (; i < count; ++i) {
+        low = bytes[i] < low ? bytes[i] : low;
+        high = bytes[i] > high ? bytes[i] : high;
+    }
+    *least = low;
+    *most = high;
+}
+
+// The weights of one step: as int8, lower and upper nibbles apart, and as int16 in the upper byte (layout.h).
+struct Weights {
+    __m256i lower, upper, v[kVectors];
+};
+
+EVRUN_INLINE Weights unpack(const uint8_t *codes) {
+    const __m256i nibble = _mm256_set1_epi8(15), second = _mm256_set1_epi16(static_cast<int16_t>(0xFF00));
+    const __m256i packed = load(codes);
+    const __m256i lower = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(packed, nibble));
+    const __m256i upper = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble));
+    return {lower, upper, {_mm256_slli_epi16(lower, 8), _mm256_and_si256(lower, second), _mm256_slli_epi16(upper, 8), _mm256_and_si256(upper, second)}};
+}
+
+// Sums of the eight octets of one step, of high digits; `x`: the token's block.
+EVRUN_INLINE __m256i high_octets(const Weights &w, const uint8_t *x, int step) {
+    const auto product = [&](int v) { return _mm256_madd_epi16(w.v[v], load(x + high_offset(step, v))); };
+    return _mm256_add_epi32(_mm256_add_epi32(product(0), product(1)), _mm256_add_epi32(product(2), product(3)));
+}
+
+// The same of low digits; `x`: the token's low digits of the block. A 16-bit sum is at most 4 * 255 * 12.
+EVRUN_INLINE __m256i low_octets(__m256i lower, __m256i upper, const uint8_t *x, int step) {
+    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(load(x + low_offset(step, 0)), lower), _mm256_maddubs_epi16(load(x + low_offset(step, 1)), upper));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+// Not the intrinsic: GCC 12 drops it from the loops below. Codes are used once; scales are read twice.
+EVRUN_INLINE void fetch_codes(const uint8_t *p) { asm volatile("prefetchnta %0" : : "m"(*p)); }
+EVRUN_INLINE void fetch_scales(const uint8_t *p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
+
+// How far ahead codes are fetched, at least. Whole rows, so that the fetches of a row run through one linear piece.
+constexpr int kAheadBytes = 2048;
+
+// Lanes of one row and kTokens tokens.
+template <int kTokens>
+struct Lanes {
+    __m256 lower[kTokens], upper[kTokens];
+};
+
+template <int kTokens, int kStep>
+EVRUN_INLINE void add_step(const uint8_t *codes, const Token *x, ptrdiff_t block, const __m256 *scales, const uint64_t *used, Lanes<kTokens> *lanes) {
+    const Weights w = unpack(codes + kStep * kStepBytes);
+    for (int t = 0; t < kTokens; ++t) {
+        __m256i sum = high_octets(w, x[t].blocks + block * kTokenBlock, kStep);
+        if (__builtin_expect((used[t] >> kStep * 16 & 0xFFFF) != 0, 0))
+            sum = _mm256_add_epi32(sum, low_octets(w.lower, w.upper, x[t].low + block * kBlock, kStep));
+        __m256 &lane = kStep % 2 ? lanes->upper[t] : lanes->lower[t];
+        lane = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), step_scales<kStep>(scales[t]), lane);
     }
 }
 
-// 32-bit sums of the eight products of each octet of one step, in units of the middle digit; with kLow of the low one.
-template <bool kLow>
-inline __m256i octets(const uint8_t *codes, const uint8_t *digits, int step) {
-    const __m256i nibble = _mm256_set1_epi8(15);
-    const uint8_t *x = digits + step * kStepBytes;
-    const auto plane = [x](int p) { return load(x + p * kBlockBytes); };
-    const __m256i signed_codes = _mm256_xor_si256(load(codes + step * kStepBytes), plane(kSign));
-    const __m256i even = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(signed_codes, nibble));
-    const __m256i odd = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(_mm256_srli_epi16(signed_codes, 4), nibble));
-    // At most 4 * 255 * 12 a 16-bit sum.
-    const __m256i high = _mm256_add_epi16(_mm256_maddubs_epi16(plane(kHighEven), even), _mm256_maddubs_epi16(plane(kHighOdd), odd));
-    const __m256i middle = _mm256_add_epi16(_mm256_maddubs_epi16(plane(kMiddleEven), even), _mm256_maddubs_epi16(plane(kMiddleOdd), odd));
-    const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(middle, _mm256_set1_epi16(1)));
-    if (!kLow) return sum;
-    const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(plane(kLowEven), even), _mm256_maddubs_epi16(plane(kLowOdd), odd));
-    return _mm256_add_epi32(_mm256_slli_epi32(sum, 8), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
-}
-
-template <bool kAllDigits>
-inline void vector_block(const uint8_t *codes, uint64_t scales, const uint8_t *digits, const float *x_scales, const uint8_t *low,
-                         __m256 *lower, __m256 *upper) {
-    const __m256 scale = _mm256_mul_ps(scale_values(scales), _mm256_loadu_ps(x_scales));
-    if (kAllDigits || load_scales(low) == 0) {
-        *lower = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<kAllDigits>(codes, digits, 0)), step_scales<0>(scale), *lower);
-        *upper = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<kAllDigits>(codes, digits, 1)), step_scales<1>(scale), *upper);
-        *lower = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<kAllDigits>(codes, digits, 2)), step_scales<2>(scale), *lower);
-        *upper = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<kAllDigits>(codes, digits, 3)), step_scales<3>(scale), *upper);
-    } else {
-        const __m256 fine = _mm256_mul_ps(scale, _mm256_set1_ps(1.0f / 256));
-        *lower = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<true>(codes, digits, 0)), step_scales<0>(fine), *lower);
-        *upper = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<true>(codes, digits, 1)), step_scales<1>(fine), *upper);
-        *lower = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<true>(codes, digits, 2)), step_scales<2>(fine), *lower);
-        *upper = _mm256_fmadd_ps(_mm256_cvtepi32_ps(octets<true>(codes, digits, 3)), step_scales<3>(fine), *upper);
+template <int kTokens>
+EVRUN_INLINE void add_block(const uint8_t *codes, uint64_t row_scales, const Token *x, ptrdiff_t block, Lanes<kTokens> *lanes) {
+    const __m256 w_scales = scale_values(row_scales);
+    __m256 scales[kTokens];
+    uint64_t used[kTokens];
+    for (int t = 0; t < kTokens; ++t) {
+        scales[t] = _mm256_mul_ps(w_scales, _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + block * kTokenBlock + kGroupScales)));
+        used[t] = load_scales(x[t].used + block * kBlockGroups);
     }
+    add_step<kTokens, 0>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, 1>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, 2>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, 3>(codes, x, block, scales, used, lanes);
 }
 
-// How far ahead codes are fetched. Whole rows, so that the fetches of a row run through one linear piece.
-constexpr int kAheadBytes = 4096;
-
-inline const uint8_t *ahead_of(const Rows &rows, int r) {
-    const ptrdiff_t row_bytes = rows.k / 2;
-    const int lead = static_cast<int>(kAheadBytes / row_bytes) + 1, target = r + lead;
-    if (target < rows.count || !rows.next) return rows.codes + target * row_bytes;
-    return rows.next + (target - rows.count) * row_bytes;
+// One row times kTokens tokens: the weights of a step go from the packed codes into registers and no further.
+template <int kTokens>
+EVRUN_INLINE void row_times(const uint8_t *codes, const uint8_t *scales, int k, const uint8_t *ahead, const Token *x, float *y, ptrdiff_t stride) {
+    const int full = k / kBlock;
+    Lanes<kTokens> lanes;
+    for (int t = 0; t < kTokens; ++t) lanes.lower[t] = lanes.upper[t] = _mm256_setzero_ps();
+    for (int b = 0; b < full; ++b) {
+        fetch_codes(ahead + b * kBlockBytes);
+        fetch_codes(ahead + b * kBlockBytes + 64);
+        add_block<kTokens>(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), x, b, &lanes);
+    }
+    if (k % kBlock) {
+        const Tail tail(codes, scales, k);
+        add_block<kTokens>(tail.codes, tail.scales, x, full, &lanes);
+    }
+    for (int t = 0; t < kTokens; ++t) y[t * stride] = add_lanes(lanes.lower[t], lanes.upper[t]);
 }
 
-inline void fetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
-
-template <bool kAllDigits>
-void vector_rows(const Rows &rows, const VectorToken &x, float *y) {
-    const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup;
-    const int full = rows.k / kBlock;
+void few(const Rows &rows, const Token *x, int tokens, float *y) {
+    const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup, stride = rows.count;
+    const int lead = static_cast<int>(kAheadBytes / row_bytes) + 1;
     for (int r = 0; r < rows.count; ++r) {
         const uint8_t *codes = rows.codes + r * row_bytes, *scales = rows.scales + r * row_groups;
-        const uint8_t *ahead = ahead_of(rows, r);
-        __m256 lower = _mm256_setzero_ps(), upper = _mm256_setzero_ps();
-        for (int b = 0; b < full; ++b) {
-            fetch(ahead + b * kBlockBytes);
-            fetch(ahead + b * kBlockBytes + 64);
-            vector_block<kAllDigits>(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), x.digits + b * kVectorBlockBytes,
-                                     x.scale + b * kBlockGroups, x.low + b * kBlockGroups, &lower, &upper);
-        }
-        if (rows.k % kBlock) {
-            const Tail tail(codes, scales, rows.k);
-            vector_block<kAllDigits>(tail.codes, tail.scales, x.digits + full * kVectorBlockBytes, x.scale + full * kBlockGroups,
-                                     x.low + full * kBlockGroups, &lower, &upper);
-        }
-        y[r] = add_lanes(lower, upper);
+        const uint8_t *ahead = r + lead < rows.count ? codes + lead * row_bytes : rows.next_codes + (r + lead - rows.count) * row_bytes;
+        for (ptrdiff_t i = 0; i < row_groups; i += 64) fetch_scales(rows.next_scales + r * row_groups + i);
+        int t = 0;
+        for (; t + 2 <= tokens; t += 2) row_times<2>(codes, scales, rows.k, ahead, x + t, y + t * stride + r, stride);
+        if (t < tokens) row_times<1>(codes, scales, rows.k, ahead, x + t, y + t * stride + r, stride);
     }
 }
 
-void vector(const Rows &rows, const VectorToken &x, bool all_digits, float *y) {
-    if (all_digits)
-        vector_rows<true>(rows, x, y);
-    else
-        vector_rows<false>(rows, x, y);
-}
-
-// One block of one row as a tile block: 2w as int16 and a scale a lane.
+// One block of one row, expanded (kernels.h).
 inline void expand_block(const uint8_t *codes, uint64_t scales, uint8_t *out) {
-    const __m256i nibble = _mm256_set1_epi8(15);
     for (int step = 0; step < kSteps; ++step) {
-        const __m256i v = load(codes + step * kStepBytes);
-        const __m256i even = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(v, nibble));
-        const __m256i odd = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble));
-        store(out + tile_vector(step, 0), _mm256_srai_epi16(_mm256_slli_epi16(even, 8), 8));
-        store(out + tile_vector(step, 1), _mm256_srai_epi16(even, 8));
-        store(out + tile_vector(step, 2), _mm256_srai_epi16(_mm256_slli_epi16(odd, 8), 8));
-        store(out + tile_vector(step, 3), _mm256_srai_epi16(odd, 8));
+        const Weights w = unpack(codes + step * kStepBytes);
+        for (int v = 0; v < kVectors; ++v) store(out + high_offset(step, v), w.v[v]);
+        store(out + kRowBytes + low_offset(step, 0), w.lower);
+        store(out + kRowBytes + low_offset(step, 1), w.upper);
     }
     const __m256 scale = scale_values(scales);
-    float *lanes = reinterpret_cast<float *>(out + tile_scales(0));
+    float *lanes = reinterpret_cast<float *>(out + kRowScales);
     _mm256_storeu_ps(lanes, step_scales<0>(scale));
     _mm256_storeu_ps(lanes + 8, step_scales<1>(scale));
     _mm256_storeu_ps(lanes + 16, step_scales<2>(scale));
@@ -182,11 +205,12 @@ void expand(const Rows &rows, int first_row, int count, int first_block, int blo
     const int full = rows.k / kBlock;
     for (int r = first_row; r < first_row + count; ++r) {
         const uint8_t *codes = rows.codes + r * row_bytes, *scales = rows.scales + r * row_groups;
-        for (int b = first_block; b < first_block + blocks; ++b, out += kTileBlockBytes) {
+        // What will be expanded next: the same rows further on, or the rows after these.
+        const ptrdiff_t ahead = first_block + blocks < blocks_of(rows.k) ? blocks * kBlockBytes : count * row_bytes - first_block * kBlockBytes;
+        for (int b = first_block; b < first_block + blocks; ++b, out += kRowBlock) {
             if (b < full) {
-                // What the next pass over this row, or the next rows, will expand.
-                fetch(codes + (b + blocks) * kBlockBytes);
-                fetch(codes + (b + blocks) * kBlockBytes + 64);
+                fetch_codes(codes + b * kBlockBytes + ahead);
+                fetch_codes(codes + b * kBlockBytes + ahead + 64);
                 expand_block(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), out);
             } else {
                 const Tail tail(codes, scales, rows.k);
@@ -196,87 +220,100 @@ void expand(const Rows &rows, int first_row, int count, int first_block, int blo
     }
 }
 
+// Up to so many tokens a row is not expanded.
+constexpr int kFewTokens = 10;
+
 constexpr int kMicroRows = 4;
 
-// `w`: kMicroRows rows of expanded blocks, w_stride apart; `lanes`: kTileTokens * kLanes a row, of which kTokens tokens.
-template <int kTokens, bool kAllDigits>
-void micro(const uint8_t *w, ptrdiff_t w_stride, const TileToken *x, int first_block, int blocks, float *lanes) {
-    for (int b = 0; b < blocks; ++b) {
-        const uint8_t *wb = w + static_cast<ptrdiff_t>(b) * kTileBlockBytes;
-        const ptrdiff_t x_block = first_block + b;
+// Keeps the compiler from rearranging sums until they no longer fit into the registers, and from loading a vector twice.
+inline void settle(__m256i &v) { asm("" : "+x"(v)); }
+
+// The rest of a step for one token with low digits.
+__attribute__((noinline)) void add_with_low(const uint8_t *w, ptrdiff_t w_stride, const Token &x, ptrdiff_t block, int step, const __m256i *high,
+                                            float *lanes) {
+    const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x.blocks + block * kTokenBlock + kLaneScales) + step * 8);
+    for (int r = 0; r < kMicroRows; ++r, w += w_stride, lanes += kRowLanes) {
+        const __m256i low = low_octets(load(w + kRowBytes + low_offset(step, 0)), load(w + kRowBytes + low_offset(step, 1)), x.low + block * kBlock, step);
+        const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(w + kRowScales) + step * 8), x_scale);
+        _mm256_storeu_ps(lanes, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(high[r], low)), scale, _mm256_loadu_ps(lanes)));
+    }
+}
+
+// kMicroRows expanded rows, w_stride apart, times kTokens tokens over some blocks; lanes: those of the first row and token.
+template <int kTokens>
+void micro(const uint8_t *w, ptrdiff_t w_stride, const Token *x, ptrdiff_t first_block, int blocks, float *lanes) {
+    for (int b = 0; b < blocks; ++b, w += kRowBlock) {
+        const ptrdiff_t block = first_block + b;
+#pragma GCC unroll 4
         for (int step = 0; step < kSteps; ++step) {
-            __m256i sum[kMicroRows][kTokens];
-            for (int v = 0; v < 4; ++v) {
-                __m256i xv[kTokens];
-                for (int t = 0; t < kTokens; ++t) xv[t] = load(x[t].high + x_block * kTileBlockBytes + tile_vector(step, v));
+            __m256i sum[kTokens][kMicroRows];
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+                __m256i digits[kTokens];
+                for (int t = 0; t < kTokens; ++t) digits[t] = load(x[t].blocks + block * kTokenBlock + high_offset(step, v));
                 for (int r = 0; r < kMicroRows; ++r) {
-                    const __m256i wv = load(wb + r * w_stride + tile_vector(step, v));
+                    __m256i weights = load(w + r * w_stride + high_offset(step, v));
+                    settle(weights);
                     for (int t = 0; t < kTokens; ++t) {
-                        const __m256i products = _mm256_madd_epi16(wv, xv[t]);
-                        sum[r][t] = v ? _mm256_add_epi32(sum[r][t], products) : products;
+                        const __m256i products = _mm256_madd_epi16(weights, digits[t]);
+                        sum[t][r] = v ? _mm256_add_epi32(sum[t][r], products) : products;
+                        settle(sum[t][r]);
                     }
                 }
             }
             for (int t = 0; t < kTokens; ++t) {
-                __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].high + x_block * kTileBlockBytes + tile_scales(step)));
+                float *lane = lanes + t * kLanes + step % 2 * 8;
                 uint16_t used;
-                std::memcpy(&used, x[t].used + x_block * kBlockGroups + step * 2, 2);
-                if (kAllDigits || used) {
-                    const uint8_t *low = reinterpret_cast<const uint8_t *>(x[t].low + x_block * kTileCodes);
-                    for (int r = 0; r < kMicroRows; ++r) {
-                        __m256i fine = _mm256_slli_epi32(sum[r][t], kTileLowBits);
-                        for (int v = 0; v < 4; ++v)
-                            fine = _mm256_add_epi32(fine, _mm256_madd_epi16(load(wb + r * w_stride + tile_vector(step, v)), load(low + tile_vector(step, v))));
-                        sum[r][t] = fine;
-                    }
-                    if (!kAllDigits) x_scale = _mm256_mul_ps(x_scale, _mm256_set1_ps(1.0f / (1 << kTileLowBits)));
+                std::memcpy(&used, x[t].used + block * kBlockGroups + step * 2, 2);
+                if (__builtin_expect(used, 0)) {
+                    const __m256i high[kMicroRows] = {sum[t][0], sum[t][1], sum[t][2], sum[t][3]};
+                    add_with_low(w, w_stride, x[t], block, step, high, lane);
+                    continue;
                 }
-                for (int r = 0; r < kMicroRows; ++r) {
-                    const __m256 w_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(wb + r * w_stride + tile_scales(step)));
-                    float *lane = lanes + r * (kTileTokens * kLanes) + t * kLanes + step % 2 * 8;
-                    _mm256_storeu_ps(lane, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][t]), _mm256_mul_ps(w_scale, x_scale), _mm256_loadu_ps(lane)));
+                const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + block * kTokenBlock + kLaneScales) + step * 8);
+                for (int r = 0; r < kMicroRows; ++r, lane += kRowLanes) {
+                    const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(w + r * w_stride + kRowScales) + step * 8), x_scale);
+                    _mm256_storeu_ps(lane, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t][r]), scale, _mm256_loadu_ps(lane)));
                 }
             }
         }
     }
 }
 
-template <bool kAllDigits>
-void tile_rows(const Rows &rows, const TileToken *x, int tokens, float *y, ptrdiff_t stride, const TileScratch &scratch) {
+void many(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch) {
     const int blocks = blocks_of(rows.k);
-    const int step_rows = tokens <= kFewTokens ? kFewRows : kTileRows;
-    const int pass = tokens <= kFewTokens ? blocks : kPassBlocks;
-    for (int first = 0; first < tokens; first += kTileTokens) {
-        const int count = tokens - first < kTileTokens ? tokens - first : kTileTokens;
-        for (int row = 0; row < rows.count; row += step_rows) {
-            const int height = rows.count - row < step_rows ? rows.count - row : step_rows;
-            std::memset(scratch.lanes, 0, sizeof(float) * static_cast<size_t>(height) * kTileTokens * kLanes);
-            for (int b = 0; b < blocks; b += pass) {
-                const int width = blocks - b < pass ? blocks - b : pass;
-                expand(rows, row, height, b, width, scratch.weights);
-                const ptrdiff_t w_stride = static_cast<ptrdiff_t>(width) * kTileBlockBytes;
+    const int most_rows = tokens <= kSomeTokens ? kSomeRows : kManyRows, most_blocks = tokens <= kSomeTokens ? blocks : kManyBlocks;
+    for (int first = 0; first < tokens; first += kTokensAtOnce) {
+        const int count = tokens - first < kTokensAtOnce ? tokens - first : kTokensAtOnce;
+        for (int row = 0; row < rows.count; row += most_rows) {
+            const int height = rows.count - row < most_rows ? rows.count - row : most_rows;
+            std::memset(scratch.lanes, 0, sizeof(float) * static_cast<size_t>(height) * kRowLanes);
+            for (int b = 0; b < blocks; b += most_blocks) {
+                const int width = blocks - b < most_blocks ? blocks - b : most_blocks;
+                expand(rows, row, height, b, width, scratch.rows);
+                const ptrdiff_t w_stride = static_cast<ptrdiff_t>(width) * kRowBlock;
                 for (int r = 0; r < height; r += kMicroRows) {
-                    const uint8_t *w = scratch.weights + r * w_stride;
-                    float *lanes = scratch.lanes + static_cast<ptrdiff_t>(r) * kTileTokens * kLanes;
+                    const uint8_t *w = scratch.rows + r * w_stride;
+                    float *lanes = scratch.lanes + r * kRowLanes;
                     int t = 0;
-                    for (; t + 2 <= count; t += 2) micro<2, kAllDigits>(w, w_stride, x + first + t, b, width, lanes + t * kLanes);
-                    if (t < count) micro<1, kAllDigits>(w, w_stride, x + first + t, b, width, lanes + t * kLanes);
+                    for (; t + 2 <= count; t += 2) micro<2>(w, w_stride, x + first + t, b, width, lanes + t * kLanes);
+                    if (t < count) micro<1>(w, w_stride, x + first + t, b, width, lanes + t * kLanes);
                 }
             }
             for (int r = 0; r < height; ++r)
                 for (int t = 0; t < count; ++t) {
-                    const float *lanes = scratch.lanes + (static_cast<ptrdiff_t>(r) * kTileTokens + t) * kLanes;
-                    y[(first + t) * stride + row + r] = add_lanes(_mm256_loadu_ps(lanes), _mm256_loadu_ps(lanes + 8));
+                    const float *lanes = scratch.lanes + r * kRowLanes + t * kLanes;
+                    y[static_cast<ptrdiff_t>(first + t) * rows.count + row + r] = add_lanes(_mm256_loadu_ps(lanes), _mm256_loadu_ps(lanes + 8));
                 }
         }
     }
 }
 
-void tile(const Rows &rows, const TileToken *x, int tokens, bool all_digits, float *y, ptrdiff_t stride, const TileScratch &scratch) {
-    if (all_digits)
-        tile_rows<true>(rows, x, tokens, y, stride, scratch);
+void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch) {
+    if (tokens <= kFewTokens)
+        few(rows, x, tokens, y);
     else
-        tile_rows<false>(rows, x, tokens, y, stride, scratch);
+        many(rows, x, tokens, y, scratch);
 }
 
 uint64_t read(const uint8_t *start, size_t bytes) {
@@ -297,7 +334,7 @@ bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_suppor
 
 }  // namespace
 
-const Kernels kAvx2 = {"avx2", "AVX2 and FMA, 256-bit integer products", supported, peaks, vector, tile, read};
+const Kernels kAvx2 = {"avx2", "AVX2 and FMA, 256-bit integer products", supported, extremes, swiglu_group, quantise_group, fix_group, multiply, read};
 
 }  // namespace evrun
 

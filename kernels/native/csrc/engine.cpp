@@ -17,8 +17,6 @@ constexpr int32_t kSecondFew = 8;  // tokens an expert
 constexpr int64_t kWorthThreads = 256 << 10;  // bytes of packed rows below which waking threads costs more than they do
 constexpr int64_t kReadChunk = 1 << 20;
 
-constexpr uint8_t kNeedsVector = 1, kNeedsTile = 2;
-
 int32_t pair_capacity(const evrun_config &c) {
     return std::max({c.max_tokens, c.top_k, std::min(c.max_tokens * c.top_k, 64)});
 }
@@ -28,7 +26,14 @@ int32_t pieces(int32_t all, int32_t piece) { return (all + piece - 1) / piece; }
 int32_t first_rows(int32_t count) { return count == 1 ? kFirstRowsOne : kFirstRowsMany; }
 
 Rows part(const uint8_t *codes, const uint8_t *scales, int32_t k, int32_t first, int32_t count) {
-    return {codes + static_cast<ptrdiff_t>(first) * (k / 2), scales + static_cast<ptrdiff_t>(first) * (k / kGroup), count, k, nullptr};
+    codes += static_cast<ptrdiff_t>(first) * (k / 2);
+    scales += static_cast<ptrdiff_t>(first) * (k / kGroup);
+    return {codes, scales, count, k, codes, scales};
+}
+
+void follow(Rows *rows, const Rows &next) {
+    rows->next_codes = next.codes;
+    rows->next_scales = next.scales;
 }
 
 }  // namespace
@@ -37,34 +42,34 @@ Engine::Engine(const Kernels &kernels, const evrun_config &config)
     : kernels_(kernels),
       config_(config),
       pair_capacity_(pair_capacity(config)),
-      x_(config.hidden, config.max_tokens, !config.quantise),
-      a_(config.intermediate, pair_capacity_, !config.quantise),
-      scratch_(static_cast<size_t>(config.threads)),
+      x_(config.hidden, config.max_tokens),
+      a_(config.intermediate, pair_capacity_),
+      group_of_(config.quantise ? kernels.quantise : kernels.fix),
+      buffers_(static_cast<size_t>(config.threads)),
       pair_token_(static_cast<size_t>(config.max_tokens) * static_cast<size_t>(config.top_k)),
       pair_index_(static_cast<size_t>(pair_capacity_)),
       pair_weight_(pair_token_.size()),
-      layouts_(static_cast<size_t>(config.max_tokens)),
+      needed_(static_cast<size_t>(config.max_tokens)),
       pool_(config.threads, config.cpus) {
-    if (!x_.vectors.valid() || !x_.tiles.valid() || !a_.vectors.valid() || !a_.tiles.valid()) throw std::bad_alloc();
+    if (!x_.store.valid() || !a_.store.valid()) throw std::bad_alloc();
     for (int32_t i = 0; i < pair_capacity_; ++i) pair_index_[static_cast<size_t>(i)] = i;
     used_.reserve(pair_token_.size());
     const int32_t blocks = blocks_of(std::max(config.hidden, config.intermediate));
     const int32_t tokens = config.max_tokens;
-    const int32_t expanded = std::max(kTileRows * std::min(kPassBlocks, blocks), kFewRows * blocks);
-    for (Scratch &s : scratch_) {
+    const int32_t expanded = std::max(kManyRows * std::min(kManyBlocks, blocks), kSomeRows * blocks);
+    for (Buffers &s : buffers_) {
         s.g.resize(static_cast<size_t>(std::max(tokens * kFirstRowsMany, kFirstRowsOne)));
         s.u.resize(s.g.size());
         s.y.resize(static_cast<size_t>(std::max(tokens * kSecondRowsMany, kSecondFew * kSecondRowsFew)));
-        s.peaks.resize(kSecondRowsFew);
         s.tokens.resize(static_cast<size_t>(tokens));
-        if (tokens > 1) {
-            s.weights.resize(static_cast<size_t>(expanded) * kTileBlockBytes);
-            s.lanes.resize(static_cast<size_t>(kTileRows) * kTileTokens * kLanes);
-        }
+        s.rows.resize(static_cast<size_t>(expanded) * kRowBlock);
+        s.lanes.resize(static_cast<size_t>(kManyRows * kRowLanes));
     }
 }
 
-void Engine::Inputs::note(int32_t index, int32_t range) {
+void Engine::Inputs::put(int32_t index, int32_t group, const Group &value) {
+    store.put(index, group, value);
+    const int32_t range = value.range;
     std::atomic<int32_t> &largest = ranges[static_cast<size_t>(index)];
     int32_t old = largest.load(std::memory_order_relaxed);
     while (range > old && !largest.compare_exchange_weak(old, range, std::memory_order_relaxed)) {
@@ -120,7 +125,7 @@ int64_t Engine::pair_up(evrun_fault *fault) {
         pairs += count;
         count = first;  // from here on: where the expert's next pair goes
     }
-    std::fill_n(layouts_.begin(), call.tokens, uint8_t{0});
+    std::fill_n(needed_.begin(), call.tokens, uint8_t{0});
     each([&](int32_t t, size_t p, float weight) {
         const size_t pair = static_cast<size_t>(counts_[p]++);
         pair_token_[pair] = t;
@@ -133,7 +138,7 @@ int64_t Engine::pair_up(evrun_fault *fault) {
                 *fault = {used.position, 0, token};
                 return EVRUN_DUPLICATE;
             }
-            layouts_[static_cast<size_t>(token)] |= used.count == 1 ? kNeedsVector : kNeedsTile;
+            needed_[static_cast<size_t>(token)] = 1;
         }
     return pairs;
 }
@@ -156,14 +161,14 @@ void Engine::next_batch() {
 }
 
 void Engine::work(int thread) {
-    Scratch &scratch = scratch_[static_cast<size_t>(thread)];
+    Buffers &buffers = buffers_[static_cast<size_t>(thread)];
     const auto next_phase = [&] { next_item_.store(0, std::memory_order_relaxed); };
     take(thread, call_->tokens, [&](int32_t i) { prepare(i); });
     pool_.barrier().meet(next_phase);
     while (batch_begin_ < used_.size()) {
-        take(thread, first_items_, [&](int32_t i) { first_products(i, scratch); });
+        take(thread, first_items_, [&](int32_t i) { first_products(i, buffers); });
         pool_.barrier().meet(next_phase);
-        take(thread, second_items_, [&](int32_t i) { second_products(i, scratch); });
+        take(thread, second_items_, [&](int32_t i) { second_products(i, buffers); });
         pool_.barrier().meet([&] { next_batch(); });
     }
 }
@@ -186,9 +191,8 @@ void Engine::beat() {
 }
 
 void Engine::prepare(int32_t token) {
-    const uint8_t layouts = layouts_[static_cast<size_t>(token)];
+    if (!needed_[static_cast<size_t>(token)]) return;
     x_.ranges[static_cast<size_t>(token)].store(kNothing, std::memory_order_relaxed);
-    if (!layouts) return;
     const size_t start = static_cast<size_t>(token) * static_cast<size_t>(config_.hidden);
     for (int32_t g = 0; g < config_.hidden / kGroup; ++g) {
         float x[kGroup];
@@ -197,14 +201,12 @@ void Engine::prepare(int32_t token) {
             x[i] = config_.bfloat16 ? from_bfloat16(static_cast<const uint16_t *>(call_->x)[at]) : static_cast<const float *>(call_->x)[at];
         }
         Group group;
-        config_.quantise ? quantise(x, &group) : fix_point(x, &group);
-        x_.note(token, group.range);
-        if (layouts & kNeedsVector) x_.vectors.put(token, g, group);
-        if (layouts & kNeedsTile) x_.tiles.put(token, g, group);
+        group_of_(x, &group);
+        x_.put(token, g, group);
     }
 }
 
-void Engine::first_products(int32_t item, Scratch &scratch) {
+void Engine::first_products(int32_t item, Buffers &buffers) {
     size_t at = batch_end_ - 1;
     while (used_[at].first_item > item) --at;
     const Used &used = used_[at];
@@ -212,40 +214,37 @@ void Engine::first_products(int32_t item, Scratch &scratch) {
     const int32_t piece = first_rows(used.count), first = (item - used.first_item) * piece;
     const int32_t count = std::min(piece, config_.intermediate - first);
     Rows w1 = part(row.w1, row.s1, config_.hidden, first, count), w3 = part(row.w3, row.s3, config_.hidden, first, count);
-    w1.next = w3.codes;
-    w3.next = first + count < config_.intermediate ? w1.codes + static_cast<ptrdiff_t>(count) * (config_.hidden / 2)
-              : at + 1 < batch_end_                ? call_->rows[used_[at + 1].position].w1
-                                                   : call_->rows[used_[batch_begin_].position].w2;
+    follow(&w1, w3);
+    const evrun_row &later = call_->rows[used_[at + 1 < batch_end_ ? at + 1 : batch_begin_].position];
+    if (first + count < config_.intermediate)
+        follow(&w3, part(row.w1, row.s1, config_.hidden, first + count, count));
+    else if (at + 1 < batch_end_)
+        follow(&w3, part(later.w1, later.s1, config_.hidden, 0, count));
+    else
+        follow(&w3, part(later.w2, later.s2, config_.intermediate, 0, count));
     const int32_t *tokens = &pair_token_[static_cast<size_t>(used.first)];
-    if (multiply(w1, x_, tokens, used.count, scratch.g.data(), scratch) && multiply(w3, x_, tokens, used.count, scratch.u.data(), scratch))
-        activate(used, first, count, scratch);
+    if (multiply(w1, x_, tokens, used.count, buffers.g.data(), buffers) && multiply(w3, x_, tokens, used.count, buffers.u.data(), buffers))
+        activate(used, first, count, buffers);
 }
 
 // g, u -> the input of w2, whole groups of it.
-void Engine::activate(const Used &used, int32_t first_row, int32_t rows, const Scratch &scratch) {
+void Engine::activate(const Used &used, int32_t first_row, int32_t rows, const Buffers &buffers) {
     const int32_t batch_first = used_[batch_begin_].first;
-    const bool bf16 = config_.bfloat16;
-    const float limit = config_.swiglu_limit;
     for (int32_t i = 0; i < used.count; ++i) {
         const int32_t index = used.first - batch_first + i;
         const float route = pair_weight_[static_cast<size_t>(used.first + i)];
-        const float *g = &scratch.g[static_cast<size_t>(i * rows)], *u = &scratch.u[static_cast<size_t>(i * rows)];
+        const float *g = &buffers.g[static_cast<size_t>(i * rows)], *u = &buffers.u[static_cast<size_t>(i * rows)];
         for (int32_t start = 0; start < rows; start += kGroup) {
             float a[kGroup];
-            if (bf16)
-                for (int32_t j = 0; j < kGroup; ++j)
-                    a[j] = round_bfloat16(swiglu(round_bfloat16(g[start + j]), round_bfloat16(u[start + j]), limit, route));
-            else
-                for (int32_t j = 0; j < kGroup; ++j) a[j] = swiglu(g[start + j], u[start + j], limit, route);
+            kernels_.swiglu(g + start, u + start, config_.swiglu_limit, route, config_.bfloat16, a);
             Group group;
-            config_.quantise ? quantise(a, &group) : fix_point(a, &group);
-            a_.note(index, group.range);
-            (used.count == 1 ? a_.vectors : a_.tiles).put(index, (first_row + start) / kGroup, group);
+            group_of_(a, &group);
+            a_.put(index, (first_row + start) / kGroup, group);
         }
     }
 }
 
-void Engine::second_products(int32_t item, Scratch &scratch) {
+void Engine::second_products(int32_t item, Buffers &buffers) {
     const int32_t first = item * second_rows_, count = std::min(second_rows_, config_.hidden - first);
     const int32_t batch_first = used_[batch_begin_].first;
     if (!call_->exact && batch_begin_ == 0)
@@ -255,12 +254,13 @@ void Engine::second_products(int32_t item, Scratch &scratch) {
         const Used &used = used_[at];
         const evrun_row &row = call_->rows[used.position];
         Rows w2 = part(row.w2, row.s2, config_.intermediate, first, count);
-        if (at + 1 < batch_end_)
-            w2.next = part(call_->rows[used_[at + 1].position].w2, row.s2, config_.intermediate, first, count).codes;
-        else if (first + count < config_.hidden)
-            w2.next = part(call_->rows[used_[batch_begin_].position].w2, row.s2, config_.intermediate, first + count, count).codes;
-        if (!multiply(w2, a_, &pair_index_[static_cast<size_t>(used.first - batch_first)], used.count, scratch.y.data(), scratch)) return;
-        emit(used, first, count, scratch.y.data());
+        const bool last = at + 1 == batch_end_;
+        if (const int32_t then = last ? first + count : first; then < config_.hidden) {
+            const evrun_row &next = call_->rows[used_[last ? batch_begin_ : at + 1].position];
+            follow(&w2, part(next.w2, next.s2, config_.intermediate, then, count));
+        }
+        if (!multiply(w2, a_, &pair_index_[static_cast<size_t>(used.first - batch_first)], used.count, buffers.y.data(), buffers)) return;
+        emit(used, first, count, buffers.y.data());
     }
 }
 
@@ -282,46 +282,46 @@ void Engine::emit(const Used &used, int32_t first_row, int32_t rows, const float
 }
 
 // y[i * rows.count + r] = row r times input indices[i]; false on a bad scale byte.
-bool Engine::multiply(const Rows &rows, const Inputs &inputs, const int32_t *indices, int32_t count, float *y, Scratch &scratch) {
-    uint8_t *peaks = scratch.peaks.data();
-    kernels_.peaks(rows.scales, rows.count, rows.k / kGroup, peaks);
-    if (std::find(peaks, peaks + rows.count, uint8_t{255}) != peaks + rows.count) {
+bool Engine::multiply(const Rows &rows, const Inputs &inputs, const int32_t *indices, int32_t count, float *y, Buffers &buffers) {
+    uint8_t least, most;
+    kernels_.extremes(rows.scales, static_cast<size_t>(rows.count) * static_cast<size_t>(rows.k / kGroup), &least, &most);
+    if (most == 255) {
         faulted_.store(true, std::memory_order_relaxed);
         return false;
     }
-    if (count == 1) {
-        kernels_.vector(rows, inputs.vectors.vector(indices[0]), !config_.quantise, y);
-    } else {
-        for (int32_t i = 0; i < count; ++i) scratch.tokens[static_cast<size_t>(i)] = inputs.tiles.tile(indices[i]);
-        kernels_.tile(rows, scratch.tokens.data(), count, !config_.quantise, y, rows.count, {scratch.weights.data(), scratch.lanes.data()});
-    }
-    for (int32_t i = 0; i < count; ++i) mend(rows, inputs, indices[i], count == 1, peaks, y + static_cast<ptrdiff_t>(i) * rows.count);
+    for (int32_t i = 0; i < count; ++i) buffers.tokens[static_cast<size_t>(i)] = inputs.store.token(indices[i]);
+    kernels_.multiply(rows, buffers.tokens.data(), count, y, {buffers.rows.data(), buffers.lanes.data()});
+    for (int32_t i = 0; i < count; ++i) mend(rows, inputs, indices[i], least, most, y + static_cast<ptrdiff_t>(i) * rows.count);
     return true;
 }
 
 // Inputs that are not finite, and rows whose scales leave what fp32 lanes hold, in double and rounded once.
-void Engine::mend(const Rows &rows, const Inputs &inputs, int32_t index, bool vector, const uint8_t *peaks, float *y) const {
+void Engine::mend(const Rows &rows, const Inputs &inputs, int32_t index, uint8_t least, uint8_t most, float *y) const {
     const int32_t range = inputs.ranges[static_cast<size_t>(index)].load(std::memory_order_relaxed);
     if (range == kNothing) return;
     if (range == kNotFinite) {
         std::fill_n(y, rows.count, std::nanf(""));
         return;
     }
-    // A lane adds fewer than k / 8 octets below 2^31 units of 2^(range - 1 + peak - 127); below `least`, terms could
-    // vanish that matter to the sum.
+    // A lane adds fewer than k / 8 octets below 2^31 units of 2^(range - 1 + byte - 127); below `low`, terms could vanish
+    // that matter to the sum.
     const int top = 126 - 31 - static_cast<int>(std::ceil(std::log2(rows.k / 8 + 1)));
-    const int most = top + 128 - range, least = -90 + 128 - range;
+    const int high = top + 128 - range, low = -90 + 128 - range;
+    if (most <= high && least >= low) return;
     for (int32_t r = 0; r < rows.count; ++r) {
-        if (peaks[r] <= most && peaks[r] >= least) continue;
+        const uint8_t *first = rows.scales + static_cast<ptrdiff_t>(r) * (rows.k / kGroup);
+        const int peak = *std::max_element(first, first + rows.k / kGroup);
+        if (peak <= high && peak >= low) continue;
         const uint8_t *codes = rows.codes + static_cast<ptrdiff_t>(r) * (rows.k / 2);
-        const uint8_t *scales = rows.scales + static_cast<ptrdiff_t>(r) * (rows.k / kGroup);
-        const TokenStore &store = vector ? inputs.vectors : inputs.tiles;
         double sum = 0;
         for (int g = 0; g < rows.k / kGroup; ++g) {
+            const Group x = inputs.store.get(index, g);
             int64_t products = 0;
-            for (int k = g * kGroup; k < (g + 1) * kGroup; ++k)
-                products += store.value(index, k) * kCodeValues[k % 2 ? codes[k / 2] >> 4 : codes[k / 2] & 15];
-            sum += std::ldexp(static_cast<double>(products), store.exponent(index, g) - 1 + scales[g] - 127);
+            for (int i = 0; i < kGroup; ++i) {
+                const uint8_t pair = codes[(g * kGroup + i) / 2];
+                products += static_cast<int64_t>(x.value[i]) * kCodeValues[i % 2 ? pair >> 4 : pair & 15];
+            }
+            sum += std::ldexp(static_cast<double>(products), x.exponent - 1 + first[g] - 127);
         }
         y[r] = static_cast<float>(sum);
     }

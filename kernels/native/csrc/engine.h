@@ -30,22 +30,19 @@ class Engine {
         int32_t first_item;  // its share of the first products, among those of its batch
     };
 
-    // Input of one of the products: tokens of the call for w1 and w3, pairs of the batch for w2. An input that one
-    // expert alone uses lies in `vectors`, one that meets others in `tiles`.
+    // Inputs of one of the products: tokens of the call for w1 and w3, pairs of the batch for w2.
     struct Inputs {
-        Inputs(int k, int count, bool all_digits)
-            : k(k), vectors(Layout::kVector, k, count, all_digits), tiles(Layout::kTile, k, count, all_digits), ranges(static_cast<size_t>(count)) {}
-        int k;
-        TokenStore vectors, tiles;
+        Inputs(int k, int count) : store(k, count), ranges(static_cast<size_t>(count)) {}
+        TokenStore store;
         std::vector<std::atomic<int32_t>> ranges;  // largest exponent, kNothing or kNotFinite
-        void note(int32_t index, int32_t range);
+        void put(int32_t index, int32_t group, const Group &value);
     };
 
     // Buffers of one thread.
-    struct Scratch {
+    struct Buffers {
         std::vector<float> g, u, y, lanes;
-        std::vector<uint8_t> weights, peaks;
-        std::vector<TileToken> tokens;
+        std::vector<uint8_t> rows;
+        std::vector<Token> tokens;
     };
 
     int64_t pair_up(evrun_fault *fault);
@@ -54,12 +51,12 @@ class Engine {
     template <typename Work>
     void take(int thread, int32_t items, const Work &work);
     void prepare(int32_t token);
-    void first_products(int32_t item, Scratch &scratch);
-    void activate(const Used &used, int32_t first_row, int32_t rows, const Scratch &scratch);
-    void second_products(int32_t item, Scratch &scratch);
+    void first_products(int32_t item, Buffers &buffers);
+    void activate(const Used &used, int32_t first_row, int32_t rows, const Buffers &buffers);
+    void second_products(int32_t item, Buffers &buffers);
     void emit(const Used &used, int32_t first_row, int32_t rows, const float *y);
-    bool multiply(const Rows &rows, const Inputs &inputs, const int32_t *indices, int32_t count, float *y, Scratch &scratch);
-    void mend(const Rows &rows, const Inputs &inputs, int32_t index, bool vector, const uint8_t *peaks, float *y) const;
+    bool multiply(const Rows &rows, const Inputs &inputs, const int32_t *indices, int32_t count, float *y, Buffers &buffers);
+    void mend(const Rows &rows, const Inputs &inputs, int32_t index, uint8_t least, uint8_t most, float *y) const;
     void find_fault(evrun_fault *fault) const;
     void beat();
 
@@ -67,10 +64,11 @@ class Engine {
     const evrun_config config_;
     const int32_t pair_capacity_;
     Inputs x_, a_;
-    std::vector<Scratch> scratch_;
+    void (*const group_of_)(const float *, Group *);
+    std::vector<Buffers> buffers_;
     std::vector<int32_t> pair_token_, pair_index_, counts_;
     std::vector<float> pair_weight_;
-    std::vector<uint8_t> layouts_;  // of a token of the call: which stores need it
+    std::vector<uint8_t> needed_;  // of a token of the call: some expert here uses it
     std::vector<Used> used_;
     Pool pool_;
 

@@ -12,39 +12,56 @@ namespace evrun {
 struct Rows {
     const uint8_t *codes;   // [count, k/2]
     const uint8_t *scales;  // [count, k/32]
-    int count;
+    int count;              // a multiple of 4
     int k;
-    const uint8_t *next;    // what will be read after these rows: fetched ahead, never required to be readable
+    // What will be read after these rows: fetched ahead, never required to be readable.
+    const uint8_t *next_codes, *next_scales;
 };
 
-// Scratch of one thread for `tile`.
-struct TileScratch {
-    uint8_t *weights;  // kTileRows * kPassBlocks or kFewRows * blocks_of(k) blocks, whichever is more
-    float *lanes;      // [kTileRows][kTileTokens][kLanes]
+// Many tokens meet rows that were expanded to int16 once: kManyRows rows over kManyBlocks blocks of K at a time; up to
+// kSomeTokens tokens, fewer rows over all of K, which reads them linearly.
+constexpr int kManyRows = 32, kManyBlocks = 5;
+constexpr int kSomeTokens = 16, kSomeRows = 8;
+constexpr int kTokensAtOnce = 64;
+
+// An expanded block: 2w as int16 in the upper byte, the same as int8 (both in the order of the digits), a scale a lane.
+constexpr int kRowBytes = kBlock * 2;
+constexpr int kRowScales = kRowBytes + kBlock;
+constexpr int kRowBlock = kRowScales + kBlockGroups * 4 * 4;
+
+constexpr ptrdiff_t kRowLanes = (kTokensAtOnce + 1) * kLanes;  // [kTokensAtOnce][kLanes], rows not 4096 bytes apart
+
+// Scratch of one thread.
+struct Scratch {
+    uint8_t *rows;  // max(kManyRows * kManyBlocks, kSomeRows * blocks_of(k)) expanded blocks
+    float *lanes;   // [kManyRows][kRowLanes]
 };
 
-constexpr int kTileRows = 32;    // rows expanded at a time when many tokens use them,
-constexpr int kPassBlocks = 5;   // over so many blocks of K;
-constexpr int kFewTokens = 16;   // for at most so many tokens
-constexpr int kFewRows = 8;      // so few rows, over all of K
-constexpr int kTileTokens = 64;  // tokens that meet an expanded piece before the next one is expanded
+constexpr int kNothing = INT32_MIN;    // range of a group without a nonzero value
+constexpr int kNotFinite = INT32_MAX;  // range of a group with an infinity or a NaN
+
+// 32 channels of one token: x = value * 2^exponent, |value| < 2^23.
+struct Group {
+    int32_t value[kGroup];
+    int exponent;
+    int range;  // exponent, kNothing or kNotFinite; then all values are zero
+};
 
 struct Kernels {
     const char *name;
     const char *description;
     bool (*supported)();
 
-    // peaks[r]: the largest scale byte of row r.
-    void (*peaks)(const uint8_t *scales, int rows, int groups, uint8_t *peaks);
+    // The smallest and the largest of some bytes.
+    void (*extremes)(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most);
 
-    // y[r] = row r times x. `all_digits`: every group may have low digits, and scales are those of the low digit;
-    // else they are those of the middle digit.
-    void (*vector)(const Rows &rows, const VectorToken &x, bool all_digits, float *y);
+    // Of activation_math.h.
+    void (*swiglu)(const float *g, const float *u, float limit, float route, bool bf16, float *a);
+    void (*quantise)(const float *x, Group *group);
+    void (*fix)(const float *x, Group *group);
 
-    // y[t * stride + r] = row r times token t. rows.count is a multiple of 4. Scales are those of the low digit with
-    // `all_digits`, else those of the high one.
-    void (*tile)(const Rows &rows, const TileToken *x, int tokens, bool all_digits, float *y, ptrdiff_t stride,
-                 const TileScratch &scratch);
+    // y[t * rows.count + r] = row r times token t.
+    void (*multiply)(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch);
 
     uint64_t (*read)(const uint8_t *start, size_t bytes);
 };

@@ -1,7 +1,7 @@
-// Scalar number formats: bfloat16, powers of two, exp and SwiGLU in fp32.
+// Scalar number formats: bfloat16, powers of two.
 #pragma once
 
-#include <cmath>
+#include <math.h>
 #include <cstdint>
 #include <cstring>
 
@@ -16,12 +16,6 @@ static inline uint32_t bits_of(float x) {
 static inline float float_of(uint32_t b) {
     float x;
     std::memcpy(&x, &b, 4);
-    return x;
-}
-
-static inline double double_of(uint64_t b) {
-    double x;
-    std::memcpy(&x, &b, 8);
     return x;
 }
 
@@ -41,40 +35,5 @@ static inline uint16_t to_bfloat16(float x) {
 }
 
 static inline float round_bfloat16(float x) { return from_bfloat16(to_bfloat16(x)); }
-
-// e^x rounded to fp32, through a double polynomial (relative error 1e-14): the nearest fp32 in all but about one case in 1e7.
-static inline float exp_float(float x) {
-    double v = x;
-    v = v > 90.0 ? 90.0 : v;
-    v = v < -105.0 ? -105.0 : v;
-    const double shifter = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer in the low bits
-    const double t = v * 1.4426950408889634 + shifter;
-    uint64_t tb;
-    std::memcpy(&tb, &t, 8);
-    const double k = t - shifter;
-    const double r = (v - k * 0.693147180369123816490) - k * 1.90821492927058770002e-10;
-    double p = 1.0 / 39916800;
-    p = p * r + 1.0 / 3628800;
-    p = p * r + 1.0 / 362880;
-    p = p * r + 1.0 / 40320;
-    p = p * r + 1.0 / 5040;
-    p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120;
-    p = p * r + 1.0 / 24;
-    p = p * r + 1.0 / 6;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
-    return static_cast<float>(p * double_of((tb + 1023) << 52));
-}
-
-// r * (silu(min(g, limit)) * clamp(u, -limit, limit)) in fp32, rounded where torch rounds (spec 3.9). NaN stays NaN.
-static inline float swiglu(float g, float u, float limit, float route) {
-    g = g > limit ? limit : g;
-    u = u > limit ? limit : u;
-    u = u < -limit ? -limit : u;
-    const float silu = g / (1.0f + exp_float(-g));
-    return route * (silu * u);
-}
 
 }  // namespace evrun

@@ -1,8 +1,8 @@
 // The kernels in plain C++: for CPUs without a better instruction set, and to check the others against.
 #include <cstring>
 
+#include "activation_math.h"
 #include "kernels.h"
-#include "numbers.h"
 
 namespace evrun {
 
@@ -32,16 +32,17 @@ float add_lanes(float *lanes) {
     return lanes[0];
 }
 
-void peaks(const uint8_t *scales, int rows, int groups, uint8_t *out) {
-    for (int r = 0; r < rows; ++r) {
-        uint8_t peak = 0;
-        for (int g = 0; g < groups; ++g) peak = scales[g] > peak ? scales[g] : peak;
-        out[r] = peak;
-        scales += groups;
+void extremes(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most) {
+    uint8_t low = 255, high = 0;
+    for (size_t i = 0; i < count; ++i) {
+        low = bytes[i] < low ? bytes[i] : low;
+        high = bytes[i] > high ? bytes[i] : high;
     }
+    *least = low;
+    *most = high;
 }
 
-// Adds the octets of one block of one row times one token to its lanes. Integers are in units of the scales.
+// Adds the octets of one block of one row times one token to its lanes.
 void add_octets(const Codes &w, const int32_t *x, const float *scales, float *lanes) {
     for (int octet = 0; octet < kBlock / 8; ++octet) {
         int32_t sum = 0;
@@ -50,61 +51,28 @@ void add_octets(const Codes &w, const int32_t *x, const float *scales, float *la
     }
 }
 
-void vector(const Rows &rows, const VectorToken &x, bool all_digits, float *y) {
-    for (int first = 0; first < rows.count; first += kTileRows) {
-        const int count = rows.count - first < kTileRows ? rows.count - first : kTileRows;
-        float lanes[kTileRows][kLanes] = {};
-        for (int block = 0; block < blocks_of(rows.k); ++block) {
-            const uint8_t *digits = x.digits + static_cast<ptrdiff_t>(block) * kVectorBlockBytes;
-            const auto digit = [digits](int plane, int k) { return static_cast<int32_t>(digits[(plane + k % 2) * kBlockBytes + k / 2]); };
-            int32_t values[kBlock];
-            float scales[kBlockGroups];
-            for (int k = 0; k < kBlock; ++k) {
-                const int32_t magnitude = digit(kHighEven, k) << 16 | digit(kMiddleEven, k) << 8 | digit(kLowEven, k);
-                values[k] = digits[k / 2] & (k % 2 ? 0x80 : 0x08) ? -magnitude : magnitude;
-            }
-            for (int g = 0; g < kBlockGroups; ++g)
-                scales[g] = x.scale[block * kBlockGroups + g / 2 + g % 2 * 4] * (all_digits ? 1.0f : 1.0f / 256);
-            for (int r = 0; r < count; ++r) {
-                Codes w;
-                expand(rows, first + r, block, &w);
-                add_octets(w, values, scales, lanes[r]);
-            }
-        }
-        for (int r = 0; r < count; ++r) y[first + r] = add_lanes(lanes[r]);
-    }
-}
-
-void tile(const Rows &rows, const TileToken *x, int tokens, bool all_digits, float *y, ptrdiff_t stride, const TileScratch &scratch) {
-    for (int first = 0; first < rows.count; first += kTileRows) {
-        const int count = rows.count - first < kTileRows ? rows.count - first : kTileRows;
-        // Few tokens at a time: their lanes are all that is kept.
-        for (int token = 0; token < tokens; token += kTileTokens) {
-            const int width = tokens - token < kTileTokens ? tokens - token : kTileTokens;
-            const auto lanes = [&](int r, int t) { return scratch.lanes + (r * kTileTokens + t) * kLanes; };
-            std::memset(scratch.lanes, 0, sizeof(float) * kTileRows * kTileTokens * kLanes);
+void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch) {
+    for (int first = 0; first < rows.count; first += kManyRows) {
+        const int count = rows.count - first < kManyRows ? rows.count - first : kManyRows;
+        for (int token = 0; token < tokens; token += kTokensAtOnce) {
+            const int width = tokens - token < kTokensAtOnce ? tokens - token : kTokensAtOnce;
+            const auto lanes = [&](int r, int t) { return scratch.lanes + r * kRowLanes + t * kLanes; };
+            std::memset(scratch.lanes, 0, sizeof(float) * kManyRows * kRowLanes);
             for (int block = 0; block < blocks_of(rows.k); ++block) {
-                Codes w[kTileRows];
+                Codes w[kManyRows];
                 for (int r = 0; r < count; ++r) expand(rows, first + r, block, &w[r]);
                 for (int t = 0; t < width; ++t) {
-                    const uint8_t *high = x[token + t].high + static_cast<ptrdiff_t>(block) * kTileBlockBytes;
-                    const int16_t *low = x[token + t].low + static_cast<ptrdiff_t>(block) * kTileCodes;
                     int32_t values[kBlock];
                     float scales[kBlockGroups];
-                    for (int k = 0; k < kBlock; ++k) {
-                        int16_t h;
-                        std::memcpy(&h, high + tile_position(k) * 2, 2);
-                        values[k] = h * (1 << kTileLowBits) + low[tile_position(k)];
-                    }
                     for (int g = 0; g < kBlockGroups; ++g) {
-                        std::memcpy(&scales[g], high + tile_scales(g / 2) + g % 2 * 16, 4);
-                        scales[g] *= all_digits ? 1.0f : 1.0f / (1 << kTileLowBits);
+                        read_group(x[token + t], block * kBlockGroups + g, values + g * kGroup);
+                        std::memcpy(&scales[g], x[token + t].blocks + static_cast<ptrdiff_t>(block) * kTokenBlock + group_scale(g), 4);
                     }
                     for (int r = 0; r < count; ++r) add_octets(w[r], values, scales, lanes(r, t));
                 }
             }
             for (int r = 0; r < count; ++r)
-                for (int t = 0; t < width; ++t) y[(token + t) * stride + first + r] = add_lanes(lanes(r, t));
+                for (int t = 0; t < width; ++t) y[static_cast<ptrdiff_t>(token + t) * rows.count + first + r] = add_lanes(lanes(r, t));
         }
     }
 }
@@ -123,6 +91,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Kernels kScalar = {"scalar", "plain C++", supported, peaks, vector, tile, read};
+const Kernels kScalar = {"scalar", "plain C++", supported, extremes, swiglu_group, quantise_group, fix_group, multiply, read};
 
 }  // namespace evrun
