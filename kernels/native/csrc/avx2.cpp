@@ -221,36 +221,27 @@ void expand(const Rows &rows, int first_row, int count, int first_block, int blo
 }
 
 // Up to so many tokens a row is not expanded.
-constexpr int kFewTokens = 10;
+constexpr int kFewTokens = 16;
 
 constexpr int kMicroRows = 4;
 
 // Keeps the compiler from rearranging sums until they no longer fit into the registers, and from loading a vector twice.
 inline void settle(__m256i &v) { asm("" : "+x"(v)); }
 
-// The rest of a step for one token with low digits.
-__attribute__((noinline)) void add_with_low(const uint8_t *w, ptrdiff_t w_stride, const Token &x, ptrdiff_t block, int step, const __m256i *high,
-                                            float *lanes) {
-    const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x.blocks + block * kTokenBlock + kLaneScales) + step * 8);
-    for (int r = 0; r < kMicroRows; ++r, w += w_stride, lanes += kRowLanes) {
-        const __m256i low = low_octets(load(w + kRowBytes + low_offset(step, 0)), load(w + kRowBytes + low_offset(step, 1)), x.low + block * kBlock, step);
-        const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(w + kRowScales) + step * 8), x_scale);
-        _mm256_storeu_ps(lanes, _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(high[r], low)), scale, _mm256_loadu_ps(lanes)));
-    }
-}
-
 // kMicroRows expanded rows, w_stride apart, times kTokens tokens over some blocks; lanes: those of the first row and token.
 template <int kTokens>
-void micro(const uint8_t *w, ptrdiff_t w_stride, const Token *x, ptrdiff_t first_block, int blocks, float *lanes) {
+void micro(const uint8_t *w, ptrdiff_t w_stride, const Token *tokens, ptrdiff_t first_block, int blocks, float *lanes) {
+    Token x[kTokens];
+    for (int t = 0; t < kTokens; ++t)
+        x[t] = {tokens[t].blocks + first_block * kTokenBlock, tokens[t].low + first_block * kBlock, tokens[t].used + first_block * kBlockGroups};
     for (int b = 0; b < blocks; ++b, w += kRowBlock) {
-        const ptrdiff_t block = first_block + b;
 #pragma GCC unroll 4
         for (int step = 0; step < kSteps; ++step) {
             __m256i sum[kTokens][kMicroRows];
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 __m256i digits[kTokens];
-                for (int t = 0; t < kTokens; ++t) digits[t] = load(x[t].blocks + block * kTokenBlock + high_offset(step, v));
+                for (int t = 0; t < kTokens; ++t) digits[t] = load(x[t].blocks + high_offset(step, v));
                 for (int r = 0; r < kMicroRows; ++r) {
                     __m256i weights = load(w + r * w_stride + high_offset(step, v));
                     settle(weights);
@@ -262,34 +253,37 @@ void micro(const uint8_t *w, ptrdiff_t w_stride, const Token *x, ptrdiff_t first
                 }
             }
             for (int t = 0; t < kTokens; ++t) {
-                float *lane = lanes + t * kLanes + step % 2 * 8;
                 uint16_t used;
-                std::memcpy(&used, x[t].used + block * kBlockGroups + step * 2, 2);
-                if (__builtin_expect(used, 0)) {
-                    const __m256i high[kMicroRows] = {sum[t][0], sum[t][1], sum[t][2], sum[t][3]};
-                    add_with_low(w, w_stride, x[t], block, step, high, lane);
-                    continue;
-                }
-                const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + block * kTokenBlock + kLaneScales) + step * 8);
+                std::memcpy(&used, x[t].used + step * 2, 2);
+                if (__builtin_expect(used, 0))
+                    for (int r = 0; r < kMicroRows; ++r) {
+                        const uint8_t *row = w + r * w_stride + kRowBytes;
+                        const __m256i low = low_octets(load(row + low_offset(step, 0)), load(row + low_offset(step, 1)), x[t].low, step);
+                        sum[t][r] = _mm256_add_epi32(sum[t][r], low);
+                        settle(sum[t][r]);
+                    }
+                const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + kLaneScales) + step * 8);
+                float *lane = lanes + t * kLanes + step % 2 * 8;
                 for (int r = 0; r < kMicroRows; ++r, lane += kRowLanes) {
                     const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(w + r * w_stride + kRowScales) + step * 8), x_scale);
                     _mm256_storeu_ps(lane, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t][r]), scale, _mm256_loadu_ps(lane)));
                 }
             }
+            asm("" : : : "memory");  // lanes stay in memory: kept in registers for the next step they would only be spilled
         }
+        for (int t = 0; t < kTokens; ++t) x[t] = {x[t].blocks + kTokenBlock, x[t].low + kBlock, x[t].used + kBlockGroups};
     }
 }
 
 void many(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch) {
     const int blocks = blocks_of(rows.k);
-    const int most_rows = tokens <= kSomeTokens ? kSomeRows : kManyRows, most_blocks = tokens <= kSomeTokens ? blocks : kManyBlocks;
     for (int first = 0; first < tokens; first += kTokensAtOnce) {
         const int count = tokens - first < kTokensAtOnce ? tokens - first : kTokensAtOnce;
-        for (int row = 0; row < rows.count; row += most_rows) {
-            const int height = rows.count - row < most_rows ? rows.count - row : most_rows;
+        for (int row = 0; row < rows.count; row += kManyRows) {
+            const int height = rows.count - row < kManyRows ? rows.count - row : kManyRows;
             std::memset(scratch.lanes, 0, sizeof(float) * static_cast<size_t>(height) * kRowLanes);
-            for (int b = 0; b < blocks; b += most_blocks) {
-                const int width = blocks - b < most_blocks ? blocks - b : most_blocks;
+            for (int b = 0; b < blocks; b += kManyBlocks) {
+                const int width = blocks - b < kManyBlocks ? blocks - b : kManyBlocks;
                 expand(rows, row, height, b, width, scratch.rows);
                 const ptrdiff_t w_stride = static_cast<ptrdiff_t>(width) * kRowBlock;
                 for (int r = 0; r < height; r += kMicroRows) {

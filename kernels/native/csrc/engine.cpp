@@ -54,15 +54,13 @@ Engine::Engine(const Kernels &kernels, const evrun_config &config)
     if (!x_.store.valid() || !a_.store.valid()) throw std::bad_alloc();
     for (int32_t i = 0; i < pair_capacity_; ++i) pair_index_[static_cast<size_t>(i)] = i;
     used_.reserve(pair_token_.size());
-    const int32_t blocks = blocks_of(std::max(config.hidden, config.intermediate));
     const int32_t tokens = config.max_tokens;
-    const int32_t expanded = std::max(kManyRows * std::min(kManyBlocks, blocks), kSomeRows * blocks);
     for (Buffers &s : buffers_) {
         s.g.resize(static_cast<size_t>(std::max(tokens * kFirstRowsMany, kFirstRowsOne)));
         s.u.resize(s.g.size());
         s.y.resize(static_cast<size_t>(std::max(tokens * kSecondRowsMany, kSecondFew * kSecondRowsFew)));
         s.tokens.resize(static_cast<size_t>(tokens));
-        s.rows.resize(static_cast<size_t>(expanded) * kRowBlock);
+        s.rows.resize(static_cast<size_t>(kManyRows) * kManyBlocks * kRowBlock);
         s.lanes.resize(static_cast<size_t>(kManyRows * kRowLanes));
     }
 }

@@ -18,10 +18,10 @@ struct Rows {
     const uint8_t *next_codes, *next_scales;
 };
 
-// Many tokens meet rows that were expanded to int16 once: kManyRows rows over kManyBlocks blocks of K at a time; up to
-// kSomeTokens tokens, fewer rows over all of K, which reads them linearly.
-constexpr int kManyRows = 32, kManyBlocks = 5;
-constexpr int kSomeTokens = 16, kSomeRows = 8;
+// Many tokens meet rows that were expanded to int16 once: so many rows, over so many blocks of K, with so many tokens at
+// a time.
+constexpr int kManyRows = 32;
+constexpr int kManyBlocks = 5;
 constexpr int kTokensAtOnce = 64;
 
 // An expanded block: 2w as int16 in the upper byte, the same as int8 (both in the order of the digits), a scale a lane.
@@ -33,7 +33,7 @@ constexpr ptrdiff_t kRowLanes = (kTokensAtOnce + 1) * kLanes;  // [kTokensAtOnce
 
 // Scratch of one thread.
 struct Scratch {
-    uint8_t *rows;  // max(kManyRows * kManyBlocks, kSomeRows * blocks_of(k)) expanded blocks
+    uint8_t *rows;  // kManyRows * kManyBlocks expanded blocks
     float *lanes;   // [kManyRows][kRowLanes]
 };
 
