@@ -2,7 +2,7 @@
 
 A call is launches on the caller's stream and nothing else: no allocation, no copy, no wait; it may be captured in a
 graph. One token takes one launch (a few, if the card's shared memory does not hold all its experts; as many as more
-tokens, if not even one), more tokens take six.
+tokens, if not even one), more tokens take six to eight.
 """
 
 from __future__ import annotations
@@ -80,14 +80,12 @@ class CudaBackend:
         if self._single and units.single_token:
             self._single_token = card.kernel(units.single_token, "moe_single_token_fp4", self._single.shared_bytes, cache)
         if max_tokens > 1 or not self._single:
-            shared = self._multi.shared_bytes
             self._group = card.kernel(units.group_tokens, "group_tokens", plans.group_tokens_shared_bytes(num_experts), cache)
             self._prepare_x = card.kernel(units.prepare, "prepare_x", 0, cache)
             self._prepare_act = card.kernel(units.prepare, "prepare_act", 0, cache)
-            self._up = card.kernel(units.multi_token, "moe_multi_token_up", shared, cache)
-            self._down = card.kernel(units.multi_token, "moe_multi_token_down", shared, cache)
             self._combine = card.kernel(units.combine, "combine_rows", 4 * (top_k + 1), cache)
-            self._multi_blocks = self._blocks * max(1, self._up.blocks_per_multiprocessor(self._multi.threads))
+            self._up = self._matrix_kernels("moe_multi_token_up", units.multi_token, cache)
+            self._down = self._matrix_kernels("moe_multi_token_down", units.multi_token, cache)
 
         self._status = card.pinned(4)
         self._status_word = ctypes.c_uint32.from_address(self._status.address)
@@ -95,11 +93,19 @@ class CudaBackend:
         self._held: list[_Memory] = [self._status]
         self.scratch_bytes = 0
         """Card memory held besides weights and the caller's buffers."""
-        self._call = Call(top_k=top_k, status=self._status.device_address)
+        self._call = Call(top_k=top_k, status=self._status.device_address, byte=256)
         self._allocate(max_tokens, num_experts)
         self._own_stream = card.stream()
         card.fill(self._call.barrier, 0, 4, self._own_stream)
         self._own_stream.synchronize()
+
+    def _matrix_kernels(self, name: str, units: tuple[Unit, ...], cache: Path) -> list[tuple[plans.Tiling, _Kernel, int]]:
+        """(tiling, kernel, blocks) of every tiling."""
+        kernels = []
+        for tiling, unit in zip(self._multi.tilings, units, strict=True):
+            kernel = self._card.kernel(unit, name, tiling.shared_bytes, cache)
+            kernels.append((tiling, kernel, self._blocks * max(1, kernel.blocks_per_multiprocessor(tiling.threads))))
+        return kernels
 
     def _allocate(self, tokens: int, num_experts: int) -> None:
         hidden, intermediate, pairs = self.shape.hidden, self.shape.intermediate, tokens * self.top_k
@@ -175,18 +181,23 @@ class CudaBackend:
             call.accumulate = 1
 
     def _call_multi(self, stream: Stream, tokens: int, num_experts: int) -> None:
-        call, shape, threads = self._call, self.shape, self._multi.threads
+        call, shape = self._call, self.shape
         scratch_y = call.y
         if call.exact:
             call.y = call.out
         self._group.launch(num_experts, _THREADS, stream, call)
         self._prepare_x.launch(self._prepare_blocks(tokens * shape.hidden), _THREADS, stream, call)
-        self._up.launch(self._multi_blocks, threads, stream, call)
+        self._launch_matrix(self._up, stream, tokens)
         self._prepare_act.launch(self._prepare_blocks(tokens * self.top_k * shape.intermediate), _THREADS, stream, call)
-        self._down.launch(self._multi_blocks, threads, stream, call)
+        self._launch_matrix(self._down, stream, tokens)
         if not call.exact:
             self._combine.launch(tokens, _THREADS, stream, call)
         call.y = scratch_y
+
+    def _launch_matrix(self, kernels: list[tuple[plans.Tiling, _Kernel, int]], stream: Stream, tokens: int) -> None:
+        for tiling, kernel, blocks in kernels:
+            if tokens >= tiling.least_tokens:
+                kernel.launch(blocks, tiling.threads, stream, self._call)
 
     def _prepare_blocks(self, channels: int) -> int:
         return min(self._blocks * 8, -(-channels // (8 * _THREADS)))

@@ -39,6 +39,8 @@ class Call(ctypes.Structure):
         ("first_expert", ctypes.c_int32),  # single token: this launch is for num_experts from here on
         ("exact", ctypes.c_int32),
         ("accumulate", ctypes.c_int32),  # add to `out` instead of overwriting it
+        ("byte", ctypes.c_int32),  # 256: see `formats.cuh`
+        ("unused", ctypes.c_int32),
     ]
 
 

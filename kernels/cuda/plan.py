@@ -11,14 +11,16 @@ from evrun.kernels.api import FfnShape
 from evrun.kernels.cuda.compile import Unit
 from evrun.kernels.cuda.driver import Limits
 from evrun.kernels.cuda.errors import UnavailableError
-from evrun.kernels.cuda.wgmma import WIDTHS
+from evrun.kernels.cuda.wgmma import NARROW_WIDTHS
 
 MINIMUM_CAPABILITY = (7, 5)
 """First with the fp16 tensor-core instruction that the kernels build on."""
 
 GROUP_PITCH = 80
+RESERVED_BYTES = 1024
+"""Shared memory of a block that the system keeps."""
 RING_LIMIT = 8
-CUTS = ((16, 2), (8, 2), (8, 1), (4, 1))
+CUTS = ((16, 2), (16, 1), (8, 2), (8, 1), (4, 1))
 """(warps, steps) of the single-token kernel, the best first."""
 CACHE_ALIGNMENT = 16
 
@@ -44,14 +46,22 @@ class SingleTokenPlan:
 
 
 @dataclass(frozen=True)
-class MultiTokenPlan:
-    """`multi_token.cu` (`wgmma` false) or `multi_token_wgmma.cu`."""
+class Tiling:
+    """One pair of matrix kernels: which tiles it takes, and what it is compiled with."""
 
-    wgmma: bool
     threads: int
     shared_bytes: int
-    stages: int
-    token_fragments: int
+    least_tokens: int
+    """Of a call in which it may find tiles of its own."""
+    constants: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class MultiTokenPlan:
+    """`multi_token.cu` (`wgmma` false) or `multi_token_wgmma.cu`, whose tilings share the tiles of a call."""
+
+    wgmma: bool
+    tilings: tuple[Tiling, ...]
 
 
 def planes(shape: FfnShape) -> int:
@@ -72,12 +82,11 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> SingleToke
 
     That happens on cards with few multiprocessors, of which each would own too long a run of rows.
     """
-    for least_ring in (3, 2):
+    for experts in range(top_k, 0, -1):
         for warps, steps in CUTS:
-            for experts in range(top_k, 0, -1):
-                plan = _single_token(shape, limits, warps, steps, experts)
-                if plan.ring >= least_ring:
-                    return plan
+            plan = _single_token(shape, limits, warps, steps, experts)
+            if plan.ring >= 2:
+                return plan
     return None
 
 
@@ -86,21 +95,24 @@ def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, exper
     pairs, rows = -(-experts * shape.intermediate // blocks), -(-shape.hidden // blocks)
     up_groups, down_groups = shape.hidden // 32, shape.intermediate // 32
 
-    def splits(groups: int) -> int:
-        return -(-((-(-groups // 4) + 1) // 2) // steps)
+    def steps_of(groups: int) -> int:
+        return (-(-groups // 4) + 1) // 2
 
-    x_groups = max(up_groups, experts * down_groups)
+    def splits(groups: int) -> int:
+        return -(-steps_of(groups) // steps)
+
+    x_groups = max(8 * steps_of(up_groups), experts * 8 * steps_of(down_groups))
     fixed = (
         _aligned(pairs * 2 * up_groups)
         + _aligned(rows * experts * down_groups)
-        + x_groups * (planes(shape) * GROUP_PITCH + 4) // CACHE_ALIGNMENT * CACHE_ALIGNMENT
-        + CACHE_ALIGNMENT
+        + (x_groups + 1) * planes(shape) * GROUP_PITCH
+        + 4 * x_groups
         + 4 * max(pairs * 2 * splits(up_groups), rows * experts * splits(down_groups))
         + 8 * pairs * 2
         + 16 * experts
-        + CACHE_ALIGNMENT
+        + 2 * CACHE_ALIGNMENT
     )
-    slot = warps * steps * 1024
+    slot = warps * steps * 2048
     ring = min(RING_LIMIT, (limits.shared_bytes_per_block - fixed) // slot)
     return SingleTokenPlan(blocks, warps, steps, ring, experts, pairs, rows, fixed + ring * slot)
 
@@ -110,12 +122,17 @@ def plan_multi_token(shape: FfnShape, num_experts: int, limits: Limits) -> Multi
     budget = limits.shared_bytes_per_block
     suits = planes(shape) == 1 and shape.hidden % 128 == 0 and shape.intermediate % 128 == 0
     if limits.capability == (9, 0) and suits:
-        return MultiTokenPlan(True, 256, budget, 0, max(WIDTHS) // 8)
+        # Two blocks share a multiprocessor, which keeps RESERVED_BYTES for each.
+        half = (budget + RESERVED_BYTES) // 2 - RESERVED_BYTES
+        narrow = Tiling(256, half, 2, (("NARROW", 1), ("SHARED_BYTES", half)))
+        wide = Tiling(256, budget, max(NARROW_WIDTHS) + 1, (("NARROW", 0), ("SHARED_BYTES", budget)))
+        return MultiTokenPlan(True, (narrow, wide))
     for fragments, stages in ((8, 3), (8, 2), (4, 2)):
         stage = 4096 + fragments * 8 * (256 * planes(shape) + 16)
         shared = stages * stage + 4 * (num_experts + 1) + 4 * fragments * 8
         if shared <= budget:
-            return MultiTokenPlan(False, 128, shared, stages, fragments)
+            constants = (("STAGES", stages), ("MAX_NT", fragments), ("SHARED_BYTES", shared))
+            return MultiTokenPlan(False, (Tiling(128, shared, 1, constants),))
     raise UnavailableError(f"{budget} bytes of shared memory do not hold two stages of {stage} bytes")
 
 
@@ -124,14 +141,15 @@ class Units:
     """Everything that is compiled for one backend."""
 
     single_token: Unit | None
-    multi_token: Unit
+    multi_token: tuple[Unit, ...]
+    """One a tiling."""
     prepare: Unit
     group_tokens: Unit
     combine: Unit
     find_bad_scale: Unit
 
     def all(self) -> tuple[Unit, ...]:
-        every = (self.single_token, self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
+        every = (self.single_token, *self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
         return tuple(unit for unit in every if unit)
 
 
@@ -148,13 +166,12 @@ def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan | None, mul
         "REFERENCE": int(shape.numerics == "reference"),
         "BFLOAT16": int(shape.dtype == "bfloat16"),
     }
-    many = {"MAX_EXPERTS": num_experts, "SHARED_BYTES": multi.shared_bytes}
-    if not multi.wgmma:
-        many |= {"STAGES": multi.stages, "MAX_NT": multi.token_fragments}
+    source = "multi_token_wgmma.cu" if multi.wgmma else "multi_token.cu"
+    many = common | {"MAX_EXPERTS": num_experts}
     ids = {"MAX_EXPERT_ID": num_experts - 1, "SHARED_BYTES": group_tokens_shared_bytes(num_experts)}
     return Units(
         single_token=Unit.make("single_token.cu", common | _single_token_constants(single)) if single else None,
-        multi_token=Unit.make("multi_token_wgmma.cu" if multi.wgmma else "multi_token.cu", common | many),
+        multi_token=tuple(Unit.make(source, many | dict(tiling.constants)) for tiling in multi.tilings),
         prepare=Unit.make("prepare.cu", common | {"WGMMA": int(multi.wgmma)}),
         group_tokens=Unit.make("group_tokens.cu", ids),
         combine=Unit.make("combine.cu", common),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-WIDTHS = (8, 16, 32, 64, 96, 112)
-"""Token widths of a tile; the kernel picks the smallest that holds its tokens."""
+NARROW_WIDTHS = (8, 16, 32)
+WIDE_WIDTHS = (64, 96, 112)
+"""Token widths of a tile, for the kernel of few and of many tokens; the smallest that holds the tile's tokens is used."""
+WIDTHS = NARROW_WIDTHS + WIDE_WIDTHS
 
 
 def declaration() -> str:
@@ -13,7 +15,10 @@ def declaration() -> str:
 
 def widths() -> str:
     """Its first part, free of instructions."""
-    return f"#pragma once\n#define WGMMA_WIDTHS {', '.join(map(str, WIDTHS))}\nconstexpr int MAX_N = {max(WIDTHS)};\n"
+    lists = {"NARROW": NARROW_WIDTHS, "WIDE": WIDE_WIDTHS}
+    return "#pragma once\n" + "".join(
+        f"#define WGMMA_{name}_WIDTHS {', '.join(map(str, values))}\nconstexpr int {name}_N = {max(values)};\n" for name, values in lists.items()
+    )
 
 
 def _instruction(n: int) -> str:

@@ -163,6 +163,17 @@ def check_companions(make: Make, side: Side, shape: FfnShape, tokens: int) -> No
     backend.close()
 
 
+def check_crowded_experts(make: Make, side: Side, shape: FfnShape) -> None:
+    """Experts with 230, 5, 45 and 10 tokens of one call: tiles of every width, several tiles of one expert."""
+    p = problem(shape, 240, 2, 8, [0, 1, 2, 3])
+    token = np.arange(240)
+    p.ids = np.stack([np.where(token < 230, 0, 3), np.where(token < 5, 1, np.where(token < 50, 2, 4))], axis=1).astype(np.int32)
+    backend = make(shape, 240, 2, 8)
+    assert_close(compute(backend, side, p), p.expected(), shape)
+    assert_close(compute(backend, side, p, "exact"), p.expected("exact"), shape)
+    backend.close()
+
+
 EXTREMES = [(8, 112.0, 240), (120, 0.0, 0), (150, 0.0, 129), (128, -2.0, 254)]
 """(scale byte of w1 and w3, log2 of the activations, scale byte of w2)"""
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_cases import VARIANTS, Make, check_companions, check_extreme_scales, check_matches, check_refusals
+from cuda_cases import (
+    VARIANTS,
+    Make,
+    check_companions,
+    check_crowded_experts,
+    check_extreme_scales,
+    check_matches,
+    check_refusals,
+)
 
 from evrun.kernels import cuda
 from evrun.kernels.api import Dtype, FfnShape, Numerics
@@ -93,6 +101,10 @@ def test_ragged_sizes(make: Make, side: CardSide, hidden: int, intermediate: int
 @pytest.mark.parametrize("tokens", [1, 37, 300])
 def test_companions(make: Make, side: CardSide, tokens: int) -> None:
     check_companions(make, side, shape_of(256, 128), tokens)
+
+
+def test_crowded_experts(make: Make, side: CardSide) -> None:
+    check_crowded_experts(make, side, shape_of(256, 128))
 
 
 @pytest.mark.parametrize("tokens", [1, 37])

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_cases import VARIANTS, Make, check_companions, check_extreme_scales, check_matches, check_refusals
+from cuda_cases import (
+    VARIANTS,
+    Make,
+    check_companions,
+    check_crowded_experts,
+    check_extreme_scales,
+    check_matches,
+    check_refusals,
+)
 
 from evrun.kernels.api import Dtype, FfnShape, Numerics
 from evrun.kernels.cuda import compile as compiling
@@ -168,6 +176,10 @@ def test_extreme_scales(folder: Path, side: HostSide, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_refusals(folder: Path, side: HostSide, tokens: int) -> None:
     check_refusals(maker(HOPPER, folder), side, shape_of(256, 128), tokens)
+
+
+def test_crowded_experts(folder: Path, side: HostSide) -> None:
+    check_crowded_experts(maker(HOPPER, folder), side, shape_of(256, 128))
 
 
 def test_call_out_of_bounds(folder: Path, side: HostSide) -> None:

@@ -50,9 +50,17 @@ DEVICE float half_float(u32 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<u16>(bits)));
     return x;
 }
-// Bytes of (a, b) picked by the nibbles of `selector`: 0-3 from a, 4-7 from b.
-DEVICE u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-DEVICE u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
+// Low 32 bits of a b + c, never turned into shifts.
+DEVICE u32 multiply_add(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+DEVICE u32 max_u32(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u32 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
 
 // What other blocks wrote during this launch: from L2, never from this multiprocessor's L1.
 DEVICE uint4 load_shared_by_grid(const void* address) {

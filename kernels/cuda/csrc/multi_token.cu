@@ -99,7 +99,7 @@ DEVICE bool run_tile(const Call& call, Shared& shared, int expert, int row_tile,
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 word = *reinterpret_cast<const u32*>(stage.a + (warp * 2 + i) * 512 + (g * 4 + (group ^ (g / 2 & 3))) * 16 + t * 4);
-                decode_half(word, half[i]);
+                decode_half(word, call.byte, half[i]);
                 weight[i] = e8m0_float(shuffle(now[i], lane / 4 * 4 + group));
             }
 #pragma unroll

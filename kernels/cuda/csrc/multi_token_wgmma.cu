@@ -12,11 +12,20 @@
 #include "wgmma_generated.cuh"
 
 constexpr int THREADS = 256, WARPS = 8;
+// Two kernels of the same code share the tiles: few tokens need few registers, so that two blocks fit a multiprocessor
+// and one computes while the other fetches its first chunks.
+#if NARROW
+#define WIDTHS WGMMA_NARROW_WIDTHS
+constexpr int LEAST_WIDTH = 1, MAX_N = NARROW_N, BLOCKS = 2;
+#else
+#define WIDTHS WGMMA_WIDE_WIDTHS
+constexpr int LEAST_WIDTH = NARROW_N + 1, MAX_N = WIDE_N, BLOCKS = 1;
+#endif
 constexpr int CODE_BYTES = WARPS * 2 * 512, SCALE_BYTES = WARPS * 2 * 8 * 4;
 
 struct Header {
     int tiles_before[MAX_EXPERTS + 1];
-    int sources[MAX_N];  // row of the activations, -1: no such token
+    int sources[MAX_N];  // row of the activations; columns without a token repeat the first
 };
 constexpr int HEADER_BYTES = (int(sizeof(Header)) + 1023) / 1024 * 1024;
 
@@ -24,7 +33,7 @@ template <int N>
 struct Stages {  // [activations N x 128 bf16 in two panels of 64][codes][scales]
     static constexpr int CODES = N * 256, SCALES = CODES + CODE_BYTES, BYTES = (SCALES + SCALE_BYTES + 1023) / 1024 * 1024;
     static constexpr int FIT = (SHARED_BYTES - HEADER_BYTES) / BYTES, COUNT = FIT < 12 ? FIT : 12;
-    static_assert(COUNT >= 3, "loads need a stage to land in");
+    static_assert(COUNT >= 3 && BYTES % 1024 == 0, "loads need a stage to land in");
 };
 
 template <bool UP>
@@ -70,7 +79,7 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
 
     sync_block();  // the tile before may still be read
     for (int i = threadIdx.x; i < N; i += THREADS)
-        header.sources[i] = i < tokens ? (UP ? call.pairs[first_pair + i] / call.top_k : first_pair + i) : -1;
+        header.sources[i] = UP ? call.pairs[first_pair + (i < tokens ? i : 0)] / call.top_k : first_pair + (i < tokens ? i : 0);
     sync_block();
 
     const auto row_of = [&](int warp_, int i, int g_) { return row_tile * L::TILE + (UP ? warp_ * 8 + g_ : warp_ * 16 + i * 8 + g_); };
@@ -79,62 +88,94 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
 #pragma unroll
     for (int i = 0; i < 2; ++i) codes[i] = (!UP ? packed.w2 : i ? packed.w3 : packed.w1) + within(row_of(warp, i, g)) * (L::K / 2) + t * 16;
     const int scale_half = threadIdx.x / 8 % 2;  // the first 128 threads bring four scales of one row each: [warp][half][g]
-    const u8* const scales = (!UP ? packed.s2 : scale_half ? packed.s3 : packed.s1) + within(row_of(threadIdx.x / 16, scale_half, threadIdx.x % 8)) * L::GROUPS;
+    const u8* scales = (!UP ? packed.s2 : scale_half ? packed.s3 : packed.s1) + within(row_of(threadIdx.x / 16, scale_half, threadIdx.x % 8)) * L::GROUPS;
     const u8* const source = static_cast<const u8*>(UP ? call.x_prepared : call.act_prepared);
 
-    const auto issue = [&](int chunk) {
-        if (chunk < L::CHUNKS) {
-            u8* const stage = stages + chunk % S::COUNT * S::BYTES;
+    // Where this thread's next pieces of activations come from: a row has 16 pieces of a chunk.
+    constexpr int PIECES = (N * 16 + THREADS - 1) / THREADS;
+    const int token0 = threadIdx.x / 16, piece = threadIdx.x % 16;
+    const u8* activations[PIECES];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) copy_async<16>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16, codes[i] + chunk * 64, true);
-            if (threadIdx.x < SCALE_BYTES / 4) copy_async<4>(stage + S::SCALES + threadIdx.x * 4, scales + chunk * 4, true);
+    for (int i = 0; i < PIECES; ++i) {
+        const int token = i * (THREADS / 16) + token0;
+        activations[i] = source + u64(header.sources[token < N ? token : 0]) * (L::K * 2) + piece * 16;
+    }
+    // THREADS / 16 tokens further down, a piece lies at the same place of a swizzled row.
+    const int to_activations = piece / 8 * (N * 128) + token0 * 128 + ((piece ^ token0) & 7) * 16;
+
+    u8 *filling = stages, *reading = stages, *decoding = stages;
+    const auto after = [&](u8* stage) { return stage == stages + (S::COUNT - 1) * S::BYTES ? stages : stage + S::BYTES; };
+    int left = L::CHUNKS;
+    const auto issue = [&] {
+        if (left-- > 0) {
 #pragma unroll
-            for (int i = 0; i < (N * 16 + THREADS - 1) / THREADS; ++i) {
-                const int at = i * THREADS + threadIdx.x, token = at / 16, piece = at % 16;
-                if (N * 16 % THREADS != 0 && at >= N * 16) break;
-                const int row = header.sources[token];
-                copy_async<16>(stage + piece / 8 * (N * 128) + token * 128 + ((piece ^ token) & 7) * 16,
-                               source + (u64(row < 0 ? 0 : row) * L::CHUNKS + chunk) * 256 + piece * 16, row >= 0);
+            for (int i = 0; i < 2; ++i) {
+                copy_async<16>(filling + S::CODES + (i * THREADS + threadIdx.x) * 16, codes[i], true);
+                codes[i] += 64;
             }
+            if (threadIdx.x < SCALE_BYTES / 4) copy_async<4>(filling + S::SCALES + threadIdx.x * 4, scales, true);
+            scales += 4;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                if (N * 16 % THREADS == 0 || i * THREADS + int(threadIdx.x) < N * 16)
+                    copy_async<16>(filling + to_activations + i * (THREADS / 16 * 128), activations[i], true);
+                activations[i] += 256;
+            }
+            filling = after(filling);
         }
         copy_async_commit();
     };
-    const auto decode = [&](int chunk, int half, Weights& weights) {
-        const u8* const stage = stages + chunk % S::COUNT * S::BYTES;
+
+    uint4 words[2];  // this lane's codes of the chunk that is being decoded
+    u32 weight_scales[2];
+    const auto fetch = [&] {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            words[i] = *reinterpret_cast<const uint4*>(decoding + S::CODES + (i * THREADS + threadIdx.x) * 16);
+            weight_scales[i] = decoding[S::SCALES + (warp * 16 + i * 8 + g) * 4 + t];
+        }
+        decoding = after(decoding);
+    };
+    const auto decode = [&](int half, Weights& weights) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            weights.decode_row(i, *reinterpret_cast<const uint2*>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16 + half * 8),
-                               stage[S::SCALES + (warp * 16 + i * 8 + g) * 4 + t]);
+            weights.decode_row(i, half ? make_uint2(words[i].z, words[i].w) : make_uint2(words[i].x, words[i].y), weight_scales[i]);
     };
-    const auto multiply = [&](int chunk, int half, const Weights& weights, float (&sums)[N / 2]) {
-        const u8* const b = stages + chunk % S::COUNT * S::BYTES + half * (N * 128);
+    const auto multiply = [&](int half, const Weights& weights, float (&sums)[N / 2]) {
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma<N>(sums, weights.a[j], wgmma_operand(b, j * 32), half + j > 0);
+        for (int j = 0; j < 4; ++j) wgmma<N>(sums, weights.a[j], wgmma_operand(reading, half * (N * 128) + j * 32), half + j > 0);
         wgmma_commit();
     };
 
-    for (int chunk = 0; chunk < S::COUNT - 1; ++chunk) issue(chunk);
+#pragma unroll 1
+    for (int stage = 0; stage < S::COUNT - 1; ++stage) issue();
     copy_async_wait<S::COUNT - 2>();
     publish_to_wgmma();
     sync_block();
     Weights lower, upper;
-    decode(0, 0, lower);
+    fetch();
+    decode(0, lower);
     float acc[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) acc[i] = 0;
+#pragma unroll 1
     for (int chunk = 0; chunk < L::CHUNKS; ++chunk) {
         copy_async_wait<S::COUNT - 3>();  // the next chunk has landed
         publish_to_wgmma();
         sync_block();
-        issue(chunk + S::COUNT - 1);
         float sums[N / 2];
-        multiply(chunk, 0, lower, sums);
-        decode(chunk, 1, upper);
-        multiply(chunk, 1, upper, sums);
+        multiply(0, lower, sums);
+        issue();
+        decode(1, upper);
+        multiply(1, upper, sums);
         wgmma_wait<1>();
-        if (chunk + 1 < L::CHUNKS) decode(chunk + 1, 0, lower);
+        if (chunk + 1 < L::CHUNKS) {
+            fetch();
+            decode(0, lower);
+        }
         wgmma_wait<0>();
+        reading = after(reading);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[i] += sums[i];
     }
@@ -172,7 +213,8 @@ DEVICE bool run_in(int width, const Call& call, u8* stages, Header& header, int 
 }
 
 // A tile's width: an expert's tokens in as few equal tiles as possible.
-DEVICE int token_tiles_of(int count) { return (count + MAX_N - 1) / MAX_N; }
+DEVICE int token_tiles_of(int count) { return (count + WIDE_N - 1) / WIDE_N; }
+DEVICE int width_of(int count) { return count ? (count + token_tiles_of(count) - 1) / token_tiles_of(count) : 0; }
 
 template <bool UP>
 DEVICE void run(const Call& call) {
@@ -180,19 +222,20 @@ DEVICE void run(const Call& call) {
     Header& header = *reinterpret_cast<Header*>(shared_memory());
     u8* const stages = shared_memory() + HEADER_BYTES;
     const int n = call.num_experts;
-    if (threadIdx.x < 32) count_tiles(call.counts, n, header.tiles_before, [](int count) { return token_tiles_of(count) * L::TILES; });
+    const auto tiles_of = [](int count) { return width_of(count) >= LEAST_WIDTH && width_of(count) <= MAX_N ? token_tiles_of(count) * L::TILES : 0; };
+    if (threadIdx.x < 32) count_tiles(call.counts, n, header.tiles_before, tiles_of);
     sync_block();
     bool finite = true;
     int expert = 0;
     for (int tile = blockIdx.x; tile < header.tiles_before[n]; tile += gridDim.x) {
         while (tile >= header.tiles_before[expert + 1]) ++expert;
-        const int count = call.counts[expert], token_tiles = token_tiles_of(count), width = (count + token_tiles - 1) / token_tiles;
+        const int count = call.counts[expert], token_tiles = token_tiles_of(count), width = width_of(count);
         const int within = tile - header.tiles_before[expert], row_tile = within / token_tiles, first_token = within % token_tiles * width;
         const int tokens = min(count - first_token, width);
-        finite = run_in<UP, WGMMA_WIDTHS>(width, call, stages, header, expert, row_tile, first_token, tokens) && finite;
+        finite = run_in<UP, WIDTHS>(width, call, stages, header, expert, row_tile, first_token, tokens) && finite;
     }
     if (!finite) report(call.status, 1);
 }
 
-KERNEL(moe_multi_token_up, THREADS, 1) { run<true>(call); }
-KERNEL(moe_multi_token_down, THREADS, 1) { run<false>(call); }
+KERNEL(moe_multi_token_up, THREADS, BLOCKS) { run<true>(call); }
+KERNEL(moe_multi_token_down, THREADS, BLOCKS) { run<false>(call); }

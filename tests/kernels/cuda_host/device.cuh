@@ -269,12 +269,7 @@ inline u32 float_bits(float x) { return host::bits_as<u32>(x); }
 inline float bits_float(u32 bits) { return host::bits_as<float>(bits); }
 inline u32 half_bits(float x) { return host::bits_as<u16>(static_cast<_Float16>(x)); }
 inline float half_float(u32 bits) { return static_cast<float>(host::bits_as<_Float16>(static_cast<u16>(bits))); }
-inline u32 pick_bytes(u32 a, u32 b, u32 selector) {
-    const u64 both = a | u64(b) << 32;
-    u32 picked = 0;
-    for (int i = 0; i < 4; ++i) picked |= u32(both >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
-    return picked;
-}
+inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u32 max_u32(u32 a, u32 b) { return std::max(a, b); }
 inline uint4 load_shared_by_grid(const void* address) { return *static_cast<const uint4*>(address); }
 
