@@ -103,4 +103,4 @@ def _route(experts: int, top_k: int, tokens: int, turn: int) -> tuple[torch.Tens
 
 def _bytes(h: Herd) -> int:
     """Bytes that crossed the link, all ranks."""
-    return sum(r.bytes_by_rung.get(rung, 0) for r in h.fleet.ranks for rung in ("registered", "arena"))
+    return sum(r.bytes_by_rung().get(rung, 0) for r in h.fleet.ranks for rung in ("registered", "arena"))

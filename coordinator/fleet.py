@@ -20,7 +20,6 @@ from evrun.coordinator.rank import Deadlines, InFlight, Piece, Rank, silence, ve
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import heartbeat, supervision
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
-from evrun.expert_worker.wire.codec import CodecError
 from evrun.expert_worker.wire.hub import Hub
 from evrun.expert_worker.wire.link import open_group
 from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Ready, Stop, codec
@@ -78,7 +77,7 @@ class Fleet:
         self._deadlines = Deadlines(spec.start_timeout_s, spec.first_call_timeout_s, spec.stall_timeout_s, spec.kill_timeout_s)
         self._hub = Hub(spec.hub_address, spec.run_id, spec.secret)
         bells = list(zip(spec.request_bell_fds, spec.reply_bell_fds, strict=True))
-        self._group = open_group(spec.transport, self._hub, self.calls, self.replies, bells)
+        self._group = open_group(spec.transport, self._hub, spec.run_id, self.calls, self.replies, bells)
         self._launcher = socket.socket(fileno=os.dup(spec.supervision_fd))
         self._owed_at_death: dict[tuple[int, int], list[Piece]] = {}
         self._sequence = 0
@@ -121,20 +120,26 @@ class Fleet:
         call = Call(self._spec.run_id, state.incarnation, self._sequence, layer, slot, tokens, piece.experts, self._spec.check_payload)
         state.in_flight = InFlight(piece, self._sequence, layer, time.monotonic())
         state.state, state.last_layer = "serving", layer
-        return self._group.submit(rank, state.incarnation, codec.encode(call))
+        return self._group.submit(rank, call)
 
     def pump(self, timeout_s: float) -> list[Event]:
         """Everything that happened; waits up to `timeout_s` when nothing has. Raises ShutdownError."""
-        busy = any(r.in_flight or r.state == "starting" for r in self.ranks)
+        waiting = [r.rank for r in self.ranks if r.in_flight]
+        busy = bool(waiting) or any(r.state == "starting" for r in self.ranks)
         wait_s = 0.0 if self._hub.may_have or self._launcher_stirs else min(timeout_s, TICK_S if busy else STATUS_EVERY_S)
+        if wait_s and waiting and self._group.spin(waiting):
+            wait_s = 0.0
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
         for fd in ready:
             if fd in self._watched:
                 self._watched[fd]()
-        # What a process said before it died counts: messages first, then deaths.
+        # What a process said before it died counts: messages first, then deaths. Those messages may bring a restart, whose
+        # pidfd takes the number of one that is closed: so the dead are noted by incarnation before.
+        dead = [(rank, rank.incarnation) for rank in (self.ranks[self._pidfds[fd]] for fd in ready & self._pidfds.keys())]
         events = self._take(ready)
-        for fd in ready & self._pidfds.keys():
-            events += self._died(self.ranks[self._pidfds[fd]])
+        for rank, incarnation in dead:
+            if rank.incarnation == incarnation:
+                events += self._died(rank)
         now_s = time.monotonic()
         if busy and now_s - self._look_at >= TICK_S:
             self._look_at = now_s
@@ -169,13 +174,8 @@ class Fleet:
                 events += self._told(*packet)
         for rank, incarnation, message in self._hub.receive():
             events += self._heard(rank, incarnation, message)
-        for rank, data in self._group.receive(ready):
-            try:
-                message = codec.decode(data)
-            except CodecError as error:
-                log.warning("rank %d: %s", rank, error)
-                message = None
-            events += self._heard(rank, self.ranks[rank].incarnation, message)
+        for rank, reply in self._group.receive(ready):
+            events += self._answered(self.ranks[rank], self.ranks[rank].incarnation, reply)
         return events
 
     def _heard(self, number: int, incarnation: int, message: Any) -> list[Event]:
@@ -211,7 +211,7 @@ class Fleet:
         else:
             rank.calls += 1
             if isinstance(message, Partial):
-                rank.bytes_by_rung, rank.compute_s = message.bytes_by_rung, message.compute_s
+                rank.counters, rank.compute_s = message.counters, message.compute_s
         return [Answered(rank.rank, flight, None if damaged else message)]
 
     def _drop(self, rank: Rank, why: str) -> list[Event]:
@@ -306,7 +306,7 @@ class Fleet:
         """supervision.RankStatus of every rank, as lists."""
         return [
             [r.rank, r.incarnation, "down" if r.state == "gone" else r.state, r.reason, r.last_layer, r.calls, r.resends, r.dropped,
-             r.device, r.backend, r.rung, r.bytes_by_rung, r.pid]
+             r.device, r.backend, r.rung, r.bytes_by_rung(), r.pid]
             for r in self.ranks
         ]  # fmt: skip
 

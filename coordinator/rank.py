@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from evrun.expert_worker.wire.heartbeat import Beat
+from evrun.expert_worker.wire.messages import COUNTERS
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,14 @@ class Rank:
     device: str = ""
     backend: str = ""
     rung: str = ""
-    bytes_by_rung: dict[str, int] = field(default_factory=dict)
+    counters: list[int] = field(default_factory=list)
+    """messages.COUNTERS of its incarnation."""
     compute_s: float = 0.0
     """What the rank says its newest call took it, from receipt to result."""
+
+    def bytes_by_rung(self) -> dict[str, int]:
+        """The counters that count something, by name."""
+        return {name: count for name, count in zip(COUNTERS, self.counters, strict=False) if count}
 
     @property
     def live(self) -> bool:

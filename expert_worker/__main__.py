@@ -59,15 +59,15 @@ def _serve(spec: WorkerSpec, started: float) -> None:
     heart = Heart(reply.record, spec.incarnation, os.getpid())
     bells = spec.request_bell_fd, spec.reply_bell_fd
     identity = identity_of(spec.rank, spec.incarnation)
-    port = open_port(spec.transport, spec.hub_address, identity, spec.lifeline_fd, calls.cell(spec.rank), reply.cell, bells)
+    cells = calls.cell(spec.rank), reply.cell
+    port = open_port(spec.transport, spec.hub_address, identity, spec.lifeline_fd, spec.run_id, *cells, bells, spec.world_size + 1)
     with contextlib.closing(port):
-        port.announce(messages.codec.encode(messages.Hello(spec.secret, spec.run_id, spec.rank, spec.incarnation, os.getpid())))
+        port.announce(messages.Hello(spec.secret, spec.run_id, spec.rank, spec.incarnation, os.getpid()))
         lane = open_lane(spec, checkpoint, reply, heart.beat)
         load_s = time.monotonic() - started
         log.info("ready in %.2f s: %s, rung %s, %d thread(s) on cores %s", load_s, lane.backend, lane.rung, spec.threads, spec.cpus)
         heart.enter("ready")
-        ready = messages.Ready(spec.rank, spec.incarnation, spec.device, lane.backend, lane.rung, spec.threads, load_s)
-        port.announce(messages.codec.encode(ready))
+        port.announce(messages.Ready(spec.rank, spec.incarnation, spec.device, lane.backend, lane.rung, spec.threads, load_s))
         Loop(spec, config.n_routed_experts, port, calls, reply, lane, heart).run()
         heart.enter("stopped")
 

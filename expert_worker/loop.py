@@ -17,12 +17,12 @@ from evrun.expert_worker.wire.codec import CodecError
 from evrun.expert_worker.wire.errors import PayloadError
 from evrun.expert_worker.wire.heartbeat import Heart
 from evrun.expert_worker.wire.link import ExpertPort
-from evrun.expert_worker.wire.messages import Call, Failed, Partial, Stop, codec
+from evrun.expert_worker.wire.messages import COUNTERS, Call, Failed, Partial, Stop
 from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory
 
 IDLE_BEAT_S = 1.0
 MAX_CAUSE = 1500
-"""Characters of a cause; a cell has room for it."""
+"""Bytes of a cause; a cell has room for it."""
 log = logging.getLogger("loop")
 
 
@@ -41,14 +41,13 @@ class Loop:
 
     def run(self) -> None:
         while True:
-            data = self._port.receive(IDLE_BEAT_S)
-            if data is None:
-                self._heart.beat()
-                continue
             try:
-                message = codec.decode(data)
+                message = self._port.receive(IDLE_BEAT_S)
             except CodecError as error:
                 self._drop(str(error))
+                continue
+            if message is None:
+                self._heart.beat()
                 continue
             if isinstance(message, Stop):
                 log.info("stop: %s", message.reason)
@@ -72,11 +71,12 @@ class Loop:
             rows = self._lane.compute(call.layer, call.experts, x, ids, weights, out)
         except PayloadError as error:
             log.error("layer %d: %s", call.layer, error)
-            answer = Failed(call.run_id, call.incarnation, call.sequence, call.layer, str(error)[:MAX_CAUSE])
+            cause = str(error).encode()[:MAX_CAUSE].decode(errors="ignore")
+            answer = Failed(call.run_id, call.incarnation, call.sequence, call.layer, cause)
         else:
             checksum = zlib.crc32(out.data) if call.checksum else -1
             spent = time.monotonic() - started
-            answer = Partial(call.run_id, call.incarnation, call.sequence, call.layer, rows, checksum, self._lane.bytes_by_rung, spent)
+            answer = Partial(call.run_id, call.incarnation, call.sequence, call.layer, rows, checksum, counters(self._lane), spent)
         self._faults.at("compute", number)
         self._heart.calls += 1
         self._answer(answer, out, self._faults.at("write", number))
@@ -88,10 +88,10 @@ class Loop:
         return self._reply.partial(call.tokens)
 
     def _answer(self, answer: Partial | Failed, out: npt.NDArray[Any], fault: str | None) -> None:
-        data = codec.encode(answer)
         if fault and isinstance(answer, Partial):
-            data = _spoil(answer, out, fault)
-        self._port.reply(data)
+            answer = _spoil(answer, out, fault)
+        data = self._port.encode(answer)
+        self._port.reply(data[: len(data) // 2] if fault == "malformed" else data)
         if fault == "twice":
             self._port.reply(data)
 
@@ -112,7 +112,12 @@ class Loop:
         log.warning("dropped a message (%d so far): %s", self.dropped, why)
 
 
-def _spoil(answer: Partial, out: npt.NDArray[Any], fault: str) -> bytes:
+def counters(lane: Lane) -> list[int]:
+    """A lane's counts in the order of messages.COUNTERS."""
+    return [lane.bytes_by_rung.get(name, 0) for name in COUNTERS]
+
+
+def _spoil(answer: Partial, out: npt.NDArray[Any], fault: str) -> Partial:
     """The answer with one of the faults that only tests ask for."""
     if fault == "nan":
         out[:1] = 0x7FC0 if out.dtype == np.uint16 else np.nan
@@ -121,5 +126,4 @@ def _spoil(answer: Partial, out: npt.NDArray[Any], fault: str) -> bytes:
         fields["checksum"] ^= 1
     if fault == "rows":
         fields["rows"] += 1
-    data = codec.encode(Partial(**fields))
-    return data[: len(data) // 2] if fault == "malformed" else data
+    return Partial(**fields)

@@ -142,7 +142,7 @@ class CardLane:
         except errors.DeviceError as error:
             raise RunError(f"layer {layer}, experts {' '.join(map(str, experts))}: the card failed: {error}") from error
         cache = self._ladder.cache
-        self.bytes_by_rung |= {"cache_hits": cache.hits, "cache_misses": cache.misses, "cache_evictions": cache.evictions}
+        self.bytes_by_rung |= {"cache hits": cache.hits, "cache misses": cache.misses, "cache evictions": cache.evictions}
         return rows
 
     def _issue(

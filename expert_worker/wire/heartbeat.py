@@ -10,7 +10,8 @@ import struct
 import time
 from dataclasses import dataclass
 
-RECORD = struct.Struct("<8q")
+RECORD = struct.Struct("@8q")
+"""Native packing: a field is one store, never seen half written."""
 RECORD_BYTES = 4096
 """Reserved at the start of a rank's reply memory; the rest of the page stays free."""
 

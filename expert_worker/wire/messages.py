@@ -8,6 +8,9 @@ from evrun.expert_worker.wire.codec import Codec
 
 codec = Codec("experts")
 
+COUNTERS = ("card", "registered", "arena", "in-place", "cache hits", "cache misses", "cache evictions")
+"""What Partial.counters counts since the incarnation started: bytes of rows from each rung, then rows in the card cache."""
+
 
 @codec.register
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ class Partial:
     """(token, expert) pairs computed; with combine `exact` also the rows of the result."""
     checksum: int
     """CRC-32 of the result's bytes, or -1."""
-    bytes_by_rung: dict[str, int]
-    """Bytes of rows taken from each rung since this incarnation started."""
+    counters: list[int]
+    """As COUNTERS names them."""
     compute_s: float
 
 

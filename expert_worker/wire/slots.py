@@ -9,7 +9,7 @@ Two kinds of memory, both memfds that the launcher makes and hands down by descr
         progress record (heartbeat.RECORD_BYTES) | reply cell | result
         result: partial [T, H] fp32, or with combine `exact` rows [n, H] activation dtype, n <= T * K
 
-A cell holds one message: length (int64), then the bytes of the codec; only the doorbell transport uses cells. T is the
+A cell holds one message: turn and length (int64 each), then the bytes; only the doorbell transport uses cells. T is the
 prefill chunk; nothing is allocated per token. Offsets are multiples of 4096.
 """
 
@@ -30,7 +30,9 @@ from evrun.expert_worker.wire.heartbeat import RECORD_BYTES
 
 SLOTS = 2
 PAGE = 4096
-_LENGTH = struct.Struct("<q")
+_TURN = struct.Struct("@q")
+_HEAD = struct.Struct("@2q")
+"""Native packing: a field is one store, never seen half written."""
 
 
 def _pages(size: int) -> int:
@@ -170,19 +172,26 @@ class ReplyMemory:
 
 
 class Cell:
-    """One message in shared memory. The doorbell (a system call) orders the bytes before the ring."""
+    """One message in shared memory. `turn` grows with every message and is written last, so that a reader may spin on it
+    (where stores are seen in order); the doorbell, a system call, orders the bytes for one that sleeps."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
+    def turn(self) -> int:
+        turn: int = _TURN.unpack_from(self._memory, 0)[0]
+        return turn
+
     def write(self, data: bytes) -> None:
-        assert len(data) <= len(self._memory) - _LENGTH.size, len(data)
-        self._memory[_LENGTH.size : _LENGTH.size + len(data)] = data
-        _LENGTH.pack_into(self._memory, 0, len(data))
+        assert len(data) <= len(self._memory) - _HEAD.size, len(data)
+        turn = self.turn()
+        self._memory[_HEAD.size : _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._memory, 0, turn, len(data))
+        _TURN.pack_into(self._memory, 0, turn + 1)
 
     def read(self) -> bytes:
         """The bytes, whatever they are; a length that cannot be gives an empty message, which no codec accepts."""
-        (length,) = _LENGTH.unpack_from(self._memory, 0)
-        if not 0 <= length <= len(self._memory) - _LENGTH.size:
+        _, length = _HEAD.unpack_from(self._memory, 0)
+        if not 0 <= length <= len(self._memory) - _HEAD.size:
             return b""
-        return bytes(self._memory[_LENGTH.size : _LENGTH.size + length])
+        return bytes(self._memory[_HEAD.size : _HEAD.size + length])

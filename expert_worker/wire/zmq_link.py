@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from typing import Any
 
 import zmq
 
 from evrun.expert_worker.wire.codec import MAX_BYTES
 from evrun.expert_worker.wire.hub import HIGH_WATER, Hub
+from evrun.expert_worker.wire.messages import Call, Failed, Partial, codec
 
 SEND_TIMEOUT_MS = 5000
 
@@ -22,10 +24,13 @@ class ZmqGroup:
     def fds(self) -> list[int]:
         return []
 
-    def submit(self, rank: int, incarnation: int, data: bytes) -> bool:
-        return self._hub.send(rank, incarnation, data)
+    def submit(self, rank: int, call: Call) -> bool:
+        return self._hub.send(rank, call.incarnation, codec.encode(call))
 
-    def receive(self, ready: Container[int]) -> list[tuple[int, bytes]]:
+    def spin(self, ranks: Sequence[int]) -> bool:
+        return False
+
+    def receive(self, ready: Container[int]) -> list[tuple[int, Partial | Failed | None]]:
         return []
 
 
@@ -48,13 +53,12 @@ class ZmqPort:
         self._poll.register(lifeline_fd, select.POLLIN)
         self._poll.register(self._fd, select.POLLIN)
 
-    def receive(self, timeout_s: float) -> bytes | None:
-        """Also ends early, with None, when something was rung that is not a message."""
+    def receive(self, timeout_s: float) -> Any:
         data = self._control()
         if data is None:
             self._wait(timeout_s)
             data = self._control()
-        return data
+        return None if data is None else codec.decode(data)
 
     def _control(self) -> bytes | None:
         """The next message of the socket, without waiting."""
@@ -75,11 +79,15 @@ class ZmqPort:
         self._may_have |= self._fd in ready
         return ready
 
-    def reply(self, data: bytes) -> None:
-        self.announce(data)
+    def encode(self, message: Partial | Failed) -> bytes:
+        return codec.encode(message)
 
-    def announce(self, data: bytes) -> None:
+    def reply(self, data: bytes) -> None:
         self._socket.send(data)
+        self._may_have = True
+
+    def announce(self, message: Any) -> None:
+        self._socket.send(codec.encode(message))
         self._may_have = True
 
     def close(self) -> None:

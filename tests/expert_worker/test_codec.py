@@ -17,7 +17,7 @@ CALL = Call("run", 1, 2, 3, 0, 5, [1, 9], False)
 
 
 def test_messages_come_back_as_they_were() -> None:
-    for message in (CALL, Hello("s", "run", 1, 2, 3), Partial("run", 1, 2, 3, 4, -1, {"in-place": 18800640}, 0.25)):
+    for message in (CALL, Hello("s", "run", 1, 2, 3), Partial("run", 1, 2, 3, 4, -1, [0, 18800640, 0, 0, 0, 0, 0], 0.25)):
         assert messages.codec.decode(messages.codec.encode(message)) == message
 
 

@@ -12,7 +12,7 @@ import zmq
 
 from evrun.expert_worker.wire.hub import Hub, identity_of
 from evrun.expert_worker.wire.link import TRANSPORTS, ExpertGroup, ExpertPort, open_group, open_port
-from evrun.expert_worker.wire.messages import Call, Hello, Partial, Stop, codec
+from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Stop, codec
 from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
 
 RUN, SECRET = "run-1", secrets.token_hex(8)
@@ -22,7 +22,7 @@ LAYOUT = SlotLayout(world_size=2, tokens=4, hidden=64, top_k=2, itemsize=2, exac
 class Ends:
     """Both ends of a transport with two ranks, in one process."""
 
-    def __init__(self, transport: str, folder: Path) -> None:
+    def __init__(self, transport: str, folder: Path, processes: int) -> None:
         self._fds = [os.memfd_create("calls"), *(os.memfd_create(f"rank-{r}") for r in range(2))]
         for fd, size in zip(self._fds, [LAYOUT.call_bytes, LAYOUT.reply_bytes, LAYOUT.reply_bytes], strict=True):
             os.ftruncate(fd, size)
@@ -34,14 +34,15 @@ class Ends:
         self._fds += [fd for pair in bells for fd in pair]
         self.lifeline_read, self.lifeline_write = os.pipe()
         self._fds.append(self.lifeline_read)
-        self.group: ExpertGroup = open_group(transport, self.hub, calls, self.replies, bells)
-        self.ports: list[ExpertPort] = [
-            open_port(transport, self.address, identity_of(r, 1), self.lifeline_read, calls.cell(r), self.replies[r].cell, bells[r])
-            for r in range(2)
-        ]
+        self.group: ExpertGroup = open_group(transport, self.hub, RUN, calls, self.replies, bells)
+        self.ports: list[ExpertPort] = []
+        for rank in range(2):
+            cells = calls.cell(rank), self.replies[rank].cell
+            port = open_port(transport, self.address, identity_of(rank, 1), self.lifeline_read, RUN, *cells, bells[rank], processes)
+            self.ports.append(port)
 
     def hello(self, rank: int, secret: str = SECRET) -> None:
-        self.ports[rank].announce(codec.encode(Hello(secret, RUN, rank, 1, os.getpid())))
+        self.ports[rank].announce(Hello(secret, RUN, rank, 1, os.getpid()))
 
     def collect(self, count: int, timeout_s: float = 5.0) -> list[tuple[int, object]]:
         """(rank, message) of the next `count` messages, whichever way they come."""
@@ -50,7 +51,7 @@ class Ends:
         while len(found) < count and time.monotonic() < deadline:
             self.hub.may_have = True
             found += [(rank, message) for rank, _, message in self.hub.receive()]
-            found += [(rank, codec.decode(data)) for rank, data in self.group.receive(self.group.fds())]
+            found += self.group.receive(self.group.fds())
             time.sleep(0.001)
         return found
 
@@ -64,9 +65,9 @@ class Ends:
             os.close(self.lifeline_write)
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=[*((t, 1 << 20) for t in TRANSPORTS), ("doorbell", 0)], ids=[*TRANSPORTS, "doorbell, spinning"])
 def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
-    both = Ends(request.param, tmp_path)
+    both = Ends(request.param[0], tmp_path, processes=request.param[1])
     yield both
     both.close()
 
@@ -76,13 +77,14 @@ def call(sequence: int) -> Call:
 
 
 def partial(sequence: int) -> Partial:
-    return Partial(RUN, 1, sequence, 3, 2, -1, {"in-place": 1}, 0.0)
+    return Partial(RUN, 1, sequence, 3, 2, -1, [0, 0, 0, 1, 0, 0, 0], 0.0)
 
 
 def take(port: ExpertPort) -> object:
-    data = port.receive(5.0)
-    assert data is not None
-    return codec.decode(data)
+    deadline = time.monotonic() + 5.0
+    while (message := port.receive(0.5)) is None:
+        assert time.monotonic() < deadline
+    return message
 
 
 def test_calls_reach_their_rank_and_replies_name_theirs(ends: Ends) -> None:
@@ -91,10 +93,10 @@ def test_calls_reach_their_rank_and_replies_name_theirs(ends: Ends) -> None:
     assert {rank for rank, _ in ends.collect(2)} == {0, 1}
     for sequence in range(1, 50):
         for rank in (1, 0):
-            assert ends.group.submit(rank, 1, codec.encode(call(2 * sequence + rank)))
+            assert ends.group.submit(rank, call(2 * sequence + rank))
         for rank in (0, 1):
             assert take(ends.ports[rank]) == call(2 * sequence + rank)
-            ends.ports[rank].reply(codec.encode(partial(2 * sequence + rank)))
+            ends.ports[rank].reply(ends.ports[rank].encode(partial(2 * sequence + rank)))
         assert sorted(ends.collect(2), key=lambda f: f[0]) == [(r, partial(2 * sequence + r)) for r in range(2)]
 
 
@@ -103,14 +105,27 @@ def test_nothing_comes_from_nothing(ends: Ends) -> None:
     assert ends.group.receive(ends.group.fds()) == []
 
 
+def test_a_failure_names_its_cause(ends: Ends) -> None:
+    ends.hello(0)
+    ends.collect(1)
+    failed = Failed(RUN, 1, 7, 3, "scale byte 255 in ‘w1’, row 5")
+    ends.ports[0].reply(ends.ports[0].encode(failed))
+    assert ends.collect(1) == [(0, failed)]
+
+
+def test_half_a_reply_is_a_damaged_one(ends: Ends) -> None:
+    ends.hello(0)
+    ends.collect(1)
+    data = ends.ports[0].encode(partial(7))
+    ends.ports[0].reply(data[: len(data) // 2])
+    assert ends.collect(1) == [(0, None)]
+
+
 def test_stop_reaches_a_worker_that_waits(ends: Ends) -> None:
     ends.hello(0)
     ends.collect(1)
     threading.Timer(0.05, lambda: ends.hub.send(0, 1, codec.encode(Stop("end")))).start()
-    deadline = time.monotonic() + 5
-    while (data := ends.ports[0].receive(0.5)) is None:
-        assert time.monotonic() < deadline
-    assert codec.decode(data) == Stop("end")
+    assert take(ends.ports[0]) == Stop("end")
 
 
 def test_a_launcher_that_is_gone_ends_the_wait(ends: Ends) -> None:
@@ -122,7 +137,7 @@ def test_a_launcher_that_is_gone_ends_the_wait(ends: Ends) -> None:
 
 def test_a_peer_without_the_secret_is_not_heard(ends: Ends) -> None:
     ends.hello(0, secret="guess")
-    ends.ports[0].announce(codec.encode(partial(1)))
+    ends.ports[0].announce(partial(1))
     assert ends.collect(1, timeout_s=0.3) == []
     assert ends.hub.junk == 2
     assert not ends.hub.send(0, 1, b"")
@@ -165,6 +180,6 @@ def test_a_dead_incarnation_is_forgotten(ends: Ends) -> None:
     ends.hello(0)
     ends.collect(1)
     ends.hub.forget(0, 1)
-    ends.ports[0].announce(codec.encode(partial(1)))
+    ends.ports[0].announce(partial(1))
     assert ends.collect(1, timeout_s=0.2) == []
     assert ends.hub.junk == 1

@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evrun.expert_worker.wire import heartbeat
+from evrun.expert_worker.loop import MAX_CAUSE
+from evrun.expert_worker.wire import cell_codec, heartbeat
+from evrun.expert_worker.wire.codec import CodecError
 from evrun.expert_worker.wire.errors import DeviceError
-from evrun.expert_worker.wire.messages import Call, Partial, codec
+from evrun.expert_worker.wire.messages import COUNTERS, Call, Failed, Partial, codec
 from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory, SlotLayout
 
 RELEASE = SlotLayout(world_size=4, tokens=512, hidden=5120, top_k=6, itemsize=2, exact=False, num_experts=384)
@@ -33,7 +35,7 @@ def test_views_never_overlap(world: int, tokens: int, hidden: int, top_k: int, i
     calls_fd, reply_fd = memory(layout.call_bytes), memory(layout.reply_bytes)
     calls, reply = CallMemory(layout, calls_fd, writable=True), ReplyMemory(layout, reply_fd, writable=True)
     for rank in range(world):
-        calls.cell(rank).write(bytes([rank]) * (layout.cell_bytes - 8))
+        calls.cell(rank).write(bytes([rank]) * (layout.cell_bytes - 16))
     for slot in range(SLOTS):
         calls.x(slot, tokens)[:] = slot + 1
         calls.ids(slot, tokens)[:] = slot + 2
@@ -43,9 +45,9 @@ def test_views_never_overlap(world: int, tokens: int, hidden: int, top_k: int, i
         assert (calls.ids(slot, tokens) == slot + 2).all()
         assert (calls.weights(slot, tokens) == slot + 3).all()
     for rank in range(world):
-        assert calls.cell(rank).read() == bytes([rank]) * (layout.cell_bytes - 8)
+        assert calls.cell(rank).read() == bytes([rank]) * (layout.cell_bytes - 16)
     heart = heartbeat.Heart(reply.record, 3, 4)
-    reply.cell.write(b"x" * (layout.cell_bytes - 8))
+    reply.cell.write(b"x" * (layout.cell_bytes - 16))
     if exact:
         reply.rows(tokens * top_k)[:] = 7
     else:
@@ -54,7 +56,7 @@ def test_views_never_overlap(world: int, tokens: int, hidden: int, top_k: int, i
     beat = heartbeat.read(reply.record)
     assert beat is not None
     assert (beat.incarnation, beat.layer, beat.sequence, beat.state) == (3, 5, 6, "serving")
-    assert reply.cell.read() == b"x" * (layout.cell_bytes - 8)
+    assert reply.cell.read() == b"x" * (layout.cell_bytes - 16)
     os.close(calls_fd)
     os.close(reply_fd)
 
@@ -63,16 +65,34 @@ def test_views_never_overlap(world: int, tokens: int, hidden: int, top_k: int, i
 def test_the_longest_messages_fit_a_cell(experts: int) -> None:
     layout = SlotLayout(1, 1, 32, 1, 2, False, experts)
     big = 2**62
-    assert len(codec.encode(Call("r" * 32, big, big, big, 1, big, list(range(experts)), True))) <= layout.cell_bytes - 8
-    rungs = {"card": big, "registered": big, "arena": big, "in-place": big}
-    assert len(codec.encode(Partial("r" * 32, big, big, big, big, big, rungs, 0.1))) <= layout.cell_bytes - 8
+    for encode in (codec.encode, cell_codec.encode):
+        assert len(encode(Call("r" * 32, big, big, big, 1, big, list(range(experts)), True))) <= layout.cell_bytes - 16
+        assert len(encode(Partial("r" * 32, big, big, big, big, big, [big] * len(COUNTERS), 0.1))) <= layout.cell_bytes - 16
+        assert len(encode(Failed("r" * 32, big, big, big, "\U0001f600" * (MAX_CAUSE // 4)))) <= layout.cell_bytes - 16
+
+
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.tuples(integers, integers, integers, integers, integers), st.lists(st.integers(0, 2**31 - 1), max_size=9), st.booleans())
+def test_cells_carry_messages_unchanged(n: tuple[int, ...], experts: list[int], checksum: bool) -> None:
+    for message in (
+        Call("run", *n, experts, checksum), Partial("run", *n, [*n, 1, 2], 0.5), Failed("run", *n[:3], "cause ‘x’"),
+    ):  # fmt: skip
+        assert cell_codec.decode(cell_codec.encode(message), "run") == message
+
+
+@given(st.binary(max_size=120))
+def test_any_bytes_of_a_cell_are_a_message_or_one_clear_error(data: bytes) -> None:
+    with pytest.raises(CodecError, match="cell"):
+        cell_codec.decode(data, "run")
 
 
 def test_a_cell_with_an_impossible_length_reads_as_no_message() -> None:
     fd = memory(RELEASE.reply_bytes)
     reply = ReplyMemory(RELEASE, fd, writable=True)
     for length in (-1, 1 << 40):
-        reply.memory[heartbeat.RECORD_BYTES : heartbeat.RECORD_BYTES + 8] = length.to_bytes(8, "little", signed=True)
+        reply.memory[heartbeat.RECORD_BYTES + 8 : heartbeat.RECORD_BYTES + 16] = length.to_bytes(8, "little", signed=True)
         assert reply.cell.read() == b""
     os.close(fd)
 
