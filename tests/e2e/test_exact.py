@@ -25,13 +25,18 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize(
     ("world", "args"),
-    [(3, ("--deal", "home")), (4, ("--transport", "zmq")), (7, ())],
-    ids=["3-home", "4-zmq", "7-sorted"],
+    [
+        pytest.param(2, (), marks=pytest.mark.slow, id="2-sorted"),
+        pytest.param(3, ("--deal", "home"), id="3-home"),
+        pytest.param(4, ("--transport", "zmq"), marks=pytest.mark.slow, id="4-zmq"),
+        pytest.param(7, (), marks=pytest.mark.slow, id="7-sorted"),
+    ],
 )
 def test_bytes_do_not_depend_on_the_world(evrun: Evrun, one_worker: bytes, world: int, args: tuple[str, ...]) -> None:
     assert logits_file(evrun, world, *args) == one_worker
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_who_answers_first(evrun: Evrun, one_worker: bytes, tmp_path: Path) -> None:
     script = tmp_path / "faults.json"
     script.write_text(json.dumps([{"rank": rank, "at": "write", "do": "delay", "ms": 4} for rank in range(4)]))

@@ -23,8 +23,13 @@ def check_tight(run: Evrun, config: str, variant: str, prompt: dict, name: str =
             assert (np.sort(got, 1) == np.sort(ids, 1)).all(), key
 
 
-@pytest.mark.parametrize("variant", ["fp32", "fp32noaq"])
-@pytest.mark.parametrize("config", ["minimal", "full"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("config", "variant"),
+    [("full", "fp32"), *(pytest.param(c, v, marks=slow) for c, v in (("full", "fp32noaq"), ("minimal", "fp32"), ("minimal", "fp32noaq")))],
+)
 def test_float32_variants_are_tight(evrun: Evrun, config: str, variant: str) -> None:
     dtype, numerics = VARIANTS[variant]
     with running(evrun, GOLDEN / config / "checkpoint", "--dtype", dtype, "--numerics", numerics):
@@ -32,13 +37,14 @@ def test_float32_variants_are_tight(evrun: Evrun, config: str, variant: str) -> 
             check_tight(evrun, config, variant, prompt)
 
 
+@slow
 def test_the_long_text_is_tight(evrun: Evrun) -> None:
     with running(evrun, GOLDEN / "long" / "checkpoint", "--dtype", "float32", "--numerics", "weights-only", world=2):
         prompt = next(p for p in prompts("long") if p["name"] == "text-long")
         check_tight(evrun, "long", "fp32noaq", prompt)
 
 
-@pytest.mark.parametrize("config", ["minimal", "full"])
+@pytest.mark.parametrize("config", ["full", pytest.param("minimal", marks=slow)])
 def test_bf16_stays_within_its_loose_bounds(evrun: Evrun, config: str) -> None:
     difference, same = [], []
     with running(evrun, GOLDEN / config / "checkpoint"):

@@ -51,6 +51,7 @@ def test_kill_hold_and_restart_of_a_rank_while_a_request_runs(evrun: Evrun, tmp_
         assert evrun.ranks()[1]["last_layer"] >= 0
 
 
+@pytest.mark.slow
 def test_all_ranks_killed_at_once_and_the_request_finishes(evrun: Evrun, tmp_path: Path) -> None:
     with running(evrun, FULL, "--combine", "exact", "--faults", slow_script(tmp_path, 2), world=3):
         calm = evrun.generate(MIXED)
@@ -65,6 +66,7 @@ def test_all_ranks_killed_at_once_and_the_request_finishes(evrun: Evrun, tmp_pat
         assert [r["restarts"] for r in evrun.ranks()] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_that_never_wakes_is_killed_and_comes_back(evrun: Evrun) -> None:
     with running(evrun, FULL, "--stall-timeout", "0.3", "--kill-timeout", "1.5", world=2):
         calm = evrun.generate(MIXED)
@@ -77,6 +79,7 @@ def test_a_stopped_worker_that_never_wakes_is_killed_and_comes_back(evrun: Evrun
         assert "no progress" in evrun("logs", "launcher").stdout
 
 
+@pytest.mark.slow
 def test_a_vanished_client_frees_the_engine(evrun: Evrun, tmp_path: Path) -> None:
     with running(evrun, FULL, "--faults", slow_script(tmp_path, 30), world=2):
         first = evrun.start("generate", "--prompt-ids", "0,3,17", "--max-new-tokens", "400", "--ignore-eos")
@@ -88,6 +91,7 @@ def test_a_vanished_client_frees_the_engine(evrun: Evrun, tmp_path: Path) -> Non
         assert time.monotonic() - started < 30  # 400 tokens of 10 layers at 30 ms would take two minutes
 
 
+@pytest.mark.slow
 def test_a_queue_is_served_in_order_and_its_limit_is_said(evrun: Evrun, tmp_path: Path) -> None:
     with running(evrun, FULL, "--faults", slow_script(tmp_path, 2), world=1):
         request = ("generate", "--prompt-ids", "0,3,17", "--max-new-tokens", "3", "--temperature", "0", "--ignore-eos", "--json")
@@ -96,6 +100,7 @@ def test_a_queue_is_served_in_order_and_its_limit_is_said(evrun: Evrun, tmp_path
         assert all(a == answers[0] and len(a) == 3 for a in answers)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_dies_ends_the_launch(evrun: Evrun) -> None:
     evrun("launch", "--checkpoint", str(FULL), "--world", "2", "--detach")
     coordinator = next(p for p in evrun.ps()["processes"] if p["role"] == "coordinator")
@@ -104,6 +109,7 @@ def test_a_coordinator_that_dies_ends_the_launch(evrun: Evrun) -> None:
     evrun("ps", code=2)
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_and_a_taken_name(evrun: Evrun) -> None:
     with running(evrun, FULL, world=1, name="a"), running(evrun, GOLDEN / "minimal" / "checkpoint", world=2, name="b"):
         assert evrun.ps("a")["run"] != evrun.ps("b")["run"]
@@ -113,6 +119,7 @@ def test_two_runs_side_by_side_and_a_taken_name(evrun: Evrun) -> None:
         assert evrun.generate([0, 3], name="b", new=2)["world"] == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_a_request(evrun: Evrun, tmp_path: Path) -> None:
     popen = evrun.start("launch", "--checkpoint", str(FULL), "--world", "2", "--prompt-ids", "0,3,17", "--max-new-tokens", "500",
                         "--ignore-eos", "--faults", slow_script(tmp_path, 10), start_new_session=True)  # fmt: skip
@@ -161,6 +168,7 @@ def routes_of(evrun: Evrun, ids: list[int]) -> list[int]:
     return [int(e) for e in load_file(path)["layers.4.expert_ids"].ravel()]
 
 
+@pytest.mark.slow
 def test_a_replaced_shard_is_not_taken_by_a_restarted_worker(evrun: Evrun, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(FULL, copy)
@@ -201,6 +209,7 @@ def test_the_launcher_is_killed_at_fifty_random_moments(evrun: Evrun) -> None:
         assert evrun.generate([0, 3], new=2)["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_no_name_in_shared_memory_and_private_files(evrun: Evrun) -> None:
     before = set(os.listdir("/dev/shm"))
     with running(evrun, FULL, world=2):

@@ -14,7 +14,7 @@ def percentile(values: list[float], share: float) -> float:
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(12, marks=pytest.mark.timeout(300)),
+        pytest.param(12, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
         pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
         pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
