@@ -15,6 +15,7 @@ FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-re
 ISA_FLAGS = {"avx2.cpp": ["-mavx2", "-mfma"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_clean_under(sanitizers: str, tmp_path: Path) -> None:
     compiler = shutil.which("g++")
