@@ -126,19 +126,20 @@ struct Lanes {
     __m256 lower[kTokens], upper[kTokens];
 };
 
-template <int kTokens, int kStep>
+// `kLow`: low digits are added whether a group has some or not; else where it has.
+template <int kTokens, bool kLow, int kStep>
 EVRUN_INLINE void add_step(const uint8_t *codes, const Token *x, ptrdiff_t block, const __m256 *scales, const uint64_t *used, Lanes<kTokens> *lanes) {
     const Weights w = unpack(codes + kStep * kStepBytes);
     for (int t = 0; t < kTokens; ++t) {
         __m256i sum = high_octets(w, x[t].blocks + block * kTokenBlock, kStep);
-        if (__builtin_expect((used[t] >> kStep * 16 & 0xFFFF) != 0, 0))
+        if (kLow || __builtin_expect((used[t] >> kStep * 16 & 0xFFFF) != 0, 0))
             sum = _mm256_add_epi32(sum, low_octets(w.lower, w.upper, x[t].low + block * kBlock, kStep));
         __m256 &lane = kStep % 2 ? lanes->upper[t] : lanes->lower[t];
         lane = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), step_scales<kStep>(scales[t]), lane);
     }
 }
 
-template <int kTokens>
+template <int kTokens, bool kLow>
 EVRUN_INLINE void add_block(const uint8_t *codes, uint64_t row_scales, const Token *x, ptrdiff_t block, Lanes<kTokens> *lanes) {
     const __m256 w_scales = scale_values(row_scales);
     __m256 scales[kTokens];
@@ -147,14 +148,14 @@ EVRUN_INLINE void add_block(const uint8_t *codes, uint64_t row_scales, const Tok
         scales[t] = _mm256_mul_ps(w_scales, _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + block * kTokenBlock + kGroupScales)));
         used[t] = load_scales(x[t].used + block * kBlockGroups);
     }
-    add_step<kTokens, 0>(codes, x, block, scales, used, lanes);
-    add_step<kTokens, 1>(codes, x, block, scales, used, lanes);
-    add_step<kTokens, 2>(codes, x, block, scales, used, lanes);
-    add_step<kTokens, 3>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, kLow, 0>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, kLow, 1>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, kLow, 2>(codes, x, block, scales, used, lanes);
+    add_step<kTokens, kLow, 3>(codes, x, block, scales, used, lanes);
 }
 
 // One row times kTokens tokens: the weights of a step go from the packed codes into registers and no further.
-template <int kTokens>
+template <int kTokens, bool kLow>
 EVRUN_INLINE void row_times(const uint8_t *codes, const uint8_t *scales, int k, const uint8_t *ahead, const Token *x, float *y, ptrdiff_t stride) {
     const int full = k / kBlock;
     Lanes<kTokens> lanes;
@@ -162,25 +163,46 @@ EVRUN_INLINE void row_times(const uint8_t *codes, const uint8_t *scales, int k, 
     for (int b = 0; b < full; ++b) {
         fetch_codes(ahead + b * kBlockBytes);
         fetch_codes(ahead + b * kBlockBytes + 64);
-        add_block<kTokens>(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), x, b, &lanes);
+        add_block<kTokens, kLow>(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), x, b, &lanes);
     }
     if (k % kBlock) {
         const Tail tail(codes, scales, k);
-        add_block<kTokens>(tail.codes, tail.scales, x, full, &lanes);
+        add_block<kTokens, kLow>(tail.codes, tail.scales, x, full, &lanes);
     }
     for (int t = 0; t < kTokens; ++t) y[t * stride] = add_lanes(lanes.lower[t], lanes.upper[t]);
 }
 
+// Whether most groups of some tokens have low digits: then they are added without asking. The sums are the same.
+bool mostly_low(const Token *x, int tokens, int k) {
+    const int groups = k / kGroup;
+    int with = 0;
+    for (int t = 0; t < tokens; ++t)
+        for (int g = 0; g < groups; ++g) with += x[t].used[g] != 0;
+    return 2 * with > tokens * groups;
+}
+
+// Up to so many tokens a row is not expanded.
+constexpr int kFewTokens = 16;
+
 void few(const Rows &rows, const Token *x, int tokens, float *y) {
     const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup, stride = rows.count;
     const int lead = static_cast<int>(kAheadBytes / row_bytes) + 1;
+    bool low[(kFewTokens + 1) / 2];
+    for (int t = 0; t < tokens; t += 2) low[t / 2] = mostly_low(x + t, tokens - t < 2 ? 1 : 2, rows.k);
     for (int r = 0; r < rows.count; ++r) {
         const uint8_t *codes = rows.codes + r * row_bytes, *scales = rows.scales + r * row_groups;
         const uint8_t *ahead = r + lead < rows.count ? codes + lead * row_bytes : rows.next_codes + (r + lead - rows.count) * row_bytes;
         for (ptrdiff_t i = 0; i < row_groups; i += 64) fetch_scales(rows.next_scales + r * row_groups + i);
-        int t = 0;
-        for (; t + 2 <= tokens; t += 2) row_times<2>(codes, scales, rows.k, ahead, x + t, y + t * stride + r, stride);
-        if (t < tokens) row_times<1>(codes, scales, rows.k, ahead, x + t, y + t * stride + r, stride);
+        for (int t = 0; t < tokens; t += 2) {
+            float *to = y + t * stride + r;
+            const bool all = low[t / 2];
+            if (tokens - t >= 2)
+                all ? row_times<2, true>(codes, scales, rows.k, ahead, x + t, to, stride)
+                    : row_times<2, false>(codes, scales, rows.k, ahead, x + t, to, stride);
+            else
+                all ? row_times<1, true>(codes, scales, rows.k, ahead, x + t, to, stride)
+                    : row_times<1, false>(codes, scales, rows.k, ahead, x + t, to, stride);
+        }
     }
 }
 
@@ -219,9 +241,6 @@ void expand(const Rows &rows, int first_row, int count, int first_block, int blo
         }
     }
 }
-
-// Up to so many tokens a row is not expanded.
-constexpr int kFewTokens = 16;
 
 constexpr int kMicroRows = 4;
 
