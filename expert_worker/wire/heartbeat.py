@@ -6,12 +6,10 @@ CLOCK_MONOTONIC, which all processes of a host share and no clock change moves.
 
 from __future__ import annotations
 
-import struct
 import time
 from dataclasses import dataclass
 
-RECORD = struct.Struct("@8q")
-"""Native packing: a field is one store, never seen half written."""
+RECORD_WORDS = 8
 RECORD_BYTES = 4096
 """Reserved at the start of a rank's reply memory; the rest of the page stays free."""
 
@@ -43,7 +41,8 @@ class Heart:
     """The writing side. `memory` is the record's place in the rank's reply memory."""
 
     def __init__(self, memory: memoryview, incarnation: int, pid: int) -> None:
-        self._memory = memory
+        self._words = memory[: 8 * RECORD_WORDS].cast("q")
+        """Items, not struct.pack_into: each word is one store, while pack_into zeroes its range first."""
         self._incarnation = incarnation
         self._pid = pid
         self._state = 0
@@ -58,7 +57,9 @@ class Heart:
         self._progress += work
         now = time.monotonic_ns()
         fields = (self._incarnation, self._pid, self._state, self._progress, self._layer, self._sequence, self.calls, now)
-        RECORD.pack_into(self._memory, 0, *fields)
+        words = self._words
+        for i, value in enumerate(fields):
+            words[i] = value
 
     def enter(self, state: str) -> None:
         self._state = STATES.index(state)
@@ -71,7 +72,7 @@ class Heart:
 
 def read(memory: memoryview) -> Beat | None:
     """The newest record, or None when no incarnation has written one. A torn read shows at most a mix of two beats."""
-    incarnation, pid, state, progress, layer, sequence, calls, at_ns = RECORD.unpack_from(memory, 0)
+    incarnation, pid, state, progress, layer, sequence, calls, at_ns = memory[: 8 * RECORD_WORDS].cast("q").tolist()
     if incarnation == 0 or not 0 <= state < len(STATES):
         return None
     return Beat(incarnation, pid, STATES[state], progress, layer, sequence, calls, at_ns / 1e9)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +29,7 @@ from evrun.expert_worker.wire.heartbeat import RECORD_BYTES
 
 SLOTS = 2
 PAGE = 4096
-_TURN = struct.Struct("@q")
-_HEAD = struct.Struct("@2q")
-"""Native packing: a field is one store, never seen half written."""
+_HEAD_BYTES = 16
 
 
 def _pages(size: int) -> int:
@@ -173,25 +170,29 @@ class ReplyMemory:
 
 class Cell:
     """One message in shared memory. `turn` grows with every message and is written last, so that a reader may spin on it
-    (where stores are seen in order); the doorbell, a system call, orders the bytes for one that sleeps."""
+    (where stores are seen in order); the doorbell, a system call, orders the bytes for one that sleeps.
+
+    The two words of the head are items of a memoryview: each is one store. (struct.pack_into zeroes its range first, and
+    a reader beside it would see that.)
+    """
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
+        self._head = memory[:_HEAD_BYTES].cast("q")
 
     def turn(self) -> int:
-        turn: int = _TURN.unpack_from(self._memory, 0)[0]
+        turn: int = self._head[0]
         return turn
 
     def write(self, data: bytes) -> None:
-        assert len(data) <= len(self._memory) - _HEAD.size, len(data)
-        turn = self.turn()
-        self._memory[_HEAD.size : _HEAD.size + len(data)] = data
-        _HEAD.pack_into(self._memory, 0, turn, len(data))
-        _TURN.pack_into(self._memory, 0, turn + 1)
+        assert len(data) <= len(self._memory) - _HEAD_BYTES, len(data)
+        self._memory[_HEAD_BYTES : _HEAD_BYTES + len(data)] = data
+        self._head[1] = len(data)
+        self._head[0] += 1
 
     def read(self) -> bytes:
         """The bytes, whatever they are; a length that cannot be gives an empty message, which no codec accepts."""
-        _, length = _HEAD.unpack_from(self._memory, 0)
-        if not 0 <= length <= len(self._memory) - _HEAD.size:
+        length = self._head[1]
+        if not 0 <= length <= len(self._memory) - _HEAD_BYTES:
             return b""
-        return bytes(self._memory[_HEAD.size : _HEAD.size + length])
+        return bytes(self._memory[_HEAD_BYTES : _HEAD_BYTES + length])

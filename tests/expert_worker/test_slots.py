@@ -114,3 +114,30 @@ def test_a_worker_cannot_write_the_calls() -> None:
 
 def test_no_beat_before_the_first() -> None:
     assert heartbeat.read(memoryview(bytearray(4096))) is None
+
+
+def test_a_reader_beside_the_writer_never_sees_a_turn_go_back() -> None:
+    """A turn that flickers while it is written would hand out an old message as a new one."""
+    layout = SlotLayout(1, 1, 32, 1, 2, False, 8)
+    fd = memory(layout.reply_bytes)
+    reply = ReplyMemory(layout, fd, writable=True)
+    child = os.fork()
+    if child == 0:
+        heart = heartbeat.Heart(reply.record, 1, 2)
+        for _ in range(60_000):
+            reply.cell.write(b"x" * 100)
+            heart.beat()
+        os._exit(0)
+    last, last_at, ended = 0, 0.0, False
+    while not ended:
+        ended = os.waitpid(child, os.WNOHANG)[0] == child
+        for _ in range(200):
+            turn = reply.cell.turn()
+            assert turn >= last, (turn, last)
+            last = turn
+            beat = heartbeat.read(reply.record)
+            if beat is not None:
+                assert beat.at_s >= last_at
+                last_at = beat.at_s
+    assert last == 60_000
+    os.close(fd)
