@@ -91,6 +91,7 @@ def until(condition: Callable[[], Any], what: str, within_s: float = 60) -> None
 @contextmanager
 def serving(evrun: Evrun, *args: str, checkpoint: Path = FULL, world: int = 2, key: str | None = None) -> Iterator[Served]:
     """A detached run on a free port; stopped at the end, and nothing of it may be left."""
+    evrun.env["EVRUN_CPU_KERNEL"] = "torch"  # nothing to measure
     options = ("--world", str(world), "--device", "cpu", "--port", "0", "--detach", *args)
     if key:
         evrun.env["EVRUN_API_KEY"] = key
