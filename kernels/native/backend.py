@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from evrun.kernels.api import BadScaleError, Combine, FfnShape, Row
 from evrun.kernels.native import library
 
 _TENSORS = {1: "w1", 3: "w3", 2: "w2"}
+_INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
 _KEPT_ROWS = 16384
 """Rows whose addresses are remembered: asking numpy for one costs as much as the rest of a call."""
 
@@ -72,7 +74,9 @@ class NativeBackend:
         self._engine: int | None = self._library.evrun_create(index, ctypes.byref(config))
         if not self._engine:
             raise library.NativeLibraryError(f"{self.name}: no memory or no threads for {threads} threads and {max_tokens} tokens")
-        self._x_dtype = np.dtype(shape.activation_dtype)
+        x_dtype = np.dtype(shape.activation_dtype)
+        self._partial_dtypes = (x_dtype, _INT32, _FLOAT32, _FLOAT32)
+        self._exact_dtypes = (x_dtype, _INT32, _FLOAT32, x_dtype)
         self._call, self._fault = library.Call(), library.Fault()
         self._call_ref, self._fault_ref = ctypes.byref(self._call), ctypes.byref(self._fault)
         self._packed: dict[int, tuple[Row, bytes]] = {}
@@ -95,19 +99,21 @@ class NativeBackend:
         """
         if self._engine is None:
             raise ValueError("the backend is closed")
-        tokens, exact = x.shape[0], combine == "exact"
-        hidden = self.shape.hidden
-        _check("x", x, self._x_dtype, (tokens, hidden))
-        _check("ids", ids, np.int32, (tokens, ids.shape[-1]))
-        _check("weights", weights, np.float32, ids.shape)
-        _check("out", out, self._x_dtype if exact else np.float32, (out.shape[0] if exact else tokens, hidden))
-        if len(experts) != len(rows):
-            raise ValueError(f"{len(experts)} experts, {len(rows)} rows: expected as many")
+        exact = combine == "exact"
+        tokens, slots, out_rows = len(x), ids.shape[-1], len(out)
+        if (
+            (x.shape, ids.shape, weights.shape, out.shape)
+            != ((tokens, self.shape.hidden), (tokens, slots), (tokens, slots), (out_rows if exact else tokens, self.shape.hidden))
+            or (x.dtype, ids.dtype, weights.dtype, out.dtype) != (self._exact_dtypes if exact else self._partial_dtypes)
+            or not (x.flags.c_contiguous and ids.flags.c_contiguous and weights.flags.c_contiguous and out.flags.c_contiguous)
+            or len(experts) != len(rows)
+        ):
+            self._name_misfit(x, ids, weights, experts, rows, out, exact)
         call = self._call
-        call.x, call.ids, call.weights, call.out = x.ctypes.data, ids.ctypes.data, weights.ctypes.data, out.ctypes.data
-        call.tokens, call.slots, call.num_experts, call.out_rows = tokens, ids.shape[1], len(experts), out.shape[0]
+        call.x, call.ids, call.weights, call.out = _address(x), _address(ids), _address(weights), _address(out)
+        call.tokens, call.slots, call.num_experts, call.out_rows = tokens, slots, len(experts), out_rows
         call.exact = exact
-        call.experts = struct.pack(f"={len(experts)}i", *experts)
+        call.experts = array("i", experts).tobytes()
         known = self._packed
         call.rows = b"".join([known[id(row)][1] if id(row) in known else self._pack(row) for row in rows])
         if beat is None:
@@ -121,7 +127,7 @@ class NativeBackend:
             done = self._library.evrun_run(self._engine, self._call_ref, self._fault_ref)
             handler.raise_caught()
         if done < 0:
-            self._refuse(done, tokens, ids.shape[1], experts, out)
+            self._refuse(done, tokens, slots, experts, out)
         return int(done)
 
     def close(self) -> None:
@@ -145,13 +151,31 @@ class NativeBackend:
         """The addresses of a row, checked once and remembered: the row is kept, so that its id stays its own."""
         h, i = self.shape.hidden, self.shape.intermediate
         shapes = ((i, h // 2), (i, h // 32), (i, h // 2), (i, h // 32), (h, i // 2), (h, i // 32))
-        for name, array, expected in zip(Row._fields, row, shapes, strict=True):
-            _check(name, array, np.uint8, expected)
+        for name, values, expected in zip(Row._fields, row, shapes, strict=True):
+            _check(name, values, _UINT8, expected)
         if len(self._packed) >= _KEPT_ROWS:
             self._packed.clear()
-        packed = struct.pack("=6Q", *[array.ctypes.data for array in row])
+        packed = struct.pack("=6Q", *[values.ctypes.data for values in row])
         self._packed[id(row)] = (row, packed)
         return packed
+
+    def _name_misfit(
+        self,
+        x: npt.NDArray[Any],
+        ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32],
+        experts: Sequence[int],
+        rows: Sequence[Row],
+        out: npt.NDArray[Any],
+        exact: bool,
+    ) -> None:
+        tokens, hidden = len(x), self.shape.hidden
+        pairs = (tokens, ids.shape[-1])
+        expected = ((tokens, hidden), pairs, pairs, (len(out) if exact else tokens, hidden))
+        dtypes = self._exact_dtypes if exact else self._partial_dtypes
+        for name, value, dtype, shape in zip(("x", "ids", "weights", "out"), (x, ids, weights, out), dtypes, expected, strict=True):
+            _check(name, value, dtype, shape)
+        raise ValueError(f"{len(experts)} experts, {len(rows)} rows: expected as many")
 
     def _refuse(self, code: int, tokens: int, slots: int, experts: Sequence[int], out: npt.NDArray[Any]) -> None:
         fault = self._fault
@@ -186,7 +210,14 @@ class _Beat:
             raise caught
 
 
-def _check(name: str, array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
-    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-        order = "" if array.flags.c_contiguous else ", not contiguous"
-        raise ValueError(f"{name}: expected {np.dtype(dtype)} {list(shape)}, got {array.dtype} {list(array.shape)}{order}")
+def _address(values: Any) -> int:
+    """Of an array's first element; `ndarray.ctypes` takes several times as long, but works for every array."""
+    if values.flags.writeable and values.size:
+        return ctypes.addressof(ctypes.c_char.from_buffer(values))
+    return int(values.ctypes.data)
+
+
+def _check(name: str, values: npt.NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if values.shape != shape or values.dtype != dtype or not values.flags.c_contiguous:
+        order = "" if values.flags.c_contiguous else ", not contiguous"
+        raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {values.dtype} {list(values.shape)}{order}")
