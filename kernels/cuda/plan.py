@@ -11,6 +11,7 @@ from evrun.kernels.api import FfnShape
 from evrun.kernels.cuda.compile import Unit
 from evrun.kernels.cuda.driver import Limits
 from evrun.kernels.cuda.errors import UnavailableError
+from evrun.kernels.cuda.params import ROW_BYTES
 from evrun.kernels.cuda.wgmma import NARROW_WIDTHS
 
 MINIMUM_CAPABILITY = (7, 5)
@@ -109,7 +110,7 @@ def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, exper
         + 4 * x_groups
         + 4 * max(pairs * 2 * splits(up_groups), rows * experts * splits(down_groups))
         + 8 * pairs * 2
-        + 16 * experts
+        + (ROW_BYTES + 8) * experts
         + 2 * CACHE_ALIGNMENT
     )
     slot = warps * steps * 2048

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ def side(device: cuda.CompilingDevice) -> CardSide:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cubins")
+    """Compiled kernels; EVRUN_TEST_CUBINS keeps them from run to run."""
+    kept = os.environ.get("EVRUN_TEST_CUBINS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("cubins")
 
 
 @pytest.fixture(params=["own", "any card"])

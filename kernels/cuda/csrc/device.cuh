@@ -50,6 +50,16 @@ DEVICE float half_float(u32 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<u16>(bits)));
     return x;
 }
+#define HAS_E4M3 (__CUDA_ARCH__ >= 890)
+#if HAS_E4M3
+DEVICE u32 e4m3_halves_by_conversion(float low, float high) {
+    u16 codes;
+    u32 halves;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return halves;
+}
+#endif
 // Low 32 bits of a b + c, never turned into shifts.
 DEVICE u32 multiply_add(u32 a, u32 b, u32 c) {
     u32 sum;
@@ -114,13 +124,18 @@ DEVICE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 }
 
 // All blocks of a cooperative launch meet. `counter` starts at 0 once and serves every launch: the top bit flips when
-// the last block arrives.
-DEVICE void sync_grid(u32* counter) {
+// the last block arrives. `before` is what `grid_phase` read earlier in this launch, in thread 0.
+DEVICE u32 grid_phase(const u32* counter) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+DEVICE void sync_grid(u32* counter, u32 before) {
     __syncthreads();
     if (threadIdx.x == 0) {
         const u32 arrive = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-        u32 before, now;
-        asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(arrive) : "memory");
+        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrive) : "memory");
+        u32 now;
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
         while (((before ^ now) & 0x80000000u) == 0);
     }

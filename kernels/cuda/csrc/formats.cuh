@@ -65,8 +65,20 @@ DEVICE float e4m3_rounded(float y) {
     return y != y ? y : (bits & 0x7FFFFFFFu) < 0x3C800000u ? subnormal : normal;
 }
 
-// Four neighbouring lanes hold a group of 32 activations, eight each. On return v is E4M3 (spec 3.2) and the result its scale.
-DEVICE float quantise_group(float (&v)[8]) {
+// Both rounded to E4M3, beyond its range to 448 of that sign, as fp16: low | high << 16.
+DEVICE u32 e4m3_halves(float low, float high) {
+#if HAS_E4M3
+    return e4m3_halves_by_conversion(low, high);
+#else
+    low = e4m3_rounded(low > 448.0f ? 448.0f : low < -448.0f ? -448.0f : low);
+    high = e4m3_rounded(high > 448.0f ? 448.0f : high < -448.0f ? -448.0f : high);
+    return half_bits(low) | half_bits(high) << 16;
+#endif
+}
+
+// Four neighbouring lanes hold a group of 32 activations, eight each -> E4M3 (spec 3.2) as fp16, half[i] = values i (low)
+// and i + 4 (high), and their scale.
+DEVICE float quantise_group(const float (&v)[8], u32 (&half)[4]) {
     float peak = 1e-4f;
     for (int i = 0; i < 8; ++i) peak = fmaxf(peak, fabsf(v[i]));
     peak = fmaxf(peak, shuffle_xor(peak, 1));
@@ -74,10 +86,7 @@ DEVICE float quantise_group(float (&v)[8]) {
     const u32 bits = float_bits(peak * (1.0f / 448.0f));
     const u32 exponent = (bits >> 23) + ((bits & 0x7FFFFFu) != 0);
     const float inverse = bits_float((254 - exponent) << 23);
-    for (int i = 0; i < 8; ++i) {
-        const float y = v[i] * inverse;
-        v[i] = e4m3_rounded(y > 448.0f ? 448.0f : y < -448.0f ? -448.0f : y);
-    }
+    for (int i = 0; i < 4; ++i) half[i] = e4m3_halves(v[i] * inverse, v[i + 4] * inverse);
     return bits_float(exponent << 23);
 }
 
@@ -105,10 +114,9 @@ constexpr float NEXT_PLANE = 2048.0f;
 // Splits a group held by four lanes into planes; half[plane][i] pairs values i (low) and i + 4 (high), as codes are paired.
 DEVICE float prepare_group(float (&v)[8], u32 (&half)[PLANES][4]) {
 #if REFERENCE
-    const float scale = quantise_group(v);
+    return quantise_group(v, half[0]);
 #else
     const float scale = normalise_group(v);
-#endif
 #pragma unroll
     for (int plane = 0; plane < PLANES; ++plane)
 #pragma unroll
@@ -121,6 +129,7 @@ DEVICE float prepare_group(float (&v)[8], u32 (&half)[PLANES][4]) {
             }
         }
     return scale;
+#endif
 }
 
 DEVICE float join_planes(const float (&sums)[PLANES]) {

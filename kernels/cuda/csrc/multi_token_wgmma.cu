@@ -47,11 +47,8 @@ struct Weights {
     u32 a[4][4];  // fragments of half a chunk: four steps of 16 columns
 
     // Two words of the 32 codes of this lane's group in one row; i = 0 for row g, 1 for row g + 8.
-    DEVICE void decode_row(int i, uint2 codes, u32 scale) {
+    DEVICE void decode_row(int i, uint2 codes, u32 factor) {
         const u32 words[2] = {codes.x, codes.y};
-        // value x 2^-126 times 2^(b - 1); above b = 128 that overflows, and a second factor follows.
-        const u32 exponent = scale < 128 ? scale : 128;
-        const u32 factor = scale == 255 ? 0x7FFF7FFFu : (exponent + 126) * 0x00800080u;
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
             u32 pair[4];
@@ -59,15 +56,19 @@ struct Weights {
 #pragma unroll
             for (int j = 0; j < 4; ++j) a[2 * w + j / 2][i + 2 * (j % 2)] = multiply_bf16(pair[j], factor);
         }
-        if (any_lane(scale > 128)) {
-            const u32 rest = scale > 128 ? (scale - 1) * 0x00800080u : 0x3F803F80u;
+    }
+    DEVICE void multiply_row(int i, u32 factor) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < 4; ++j)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) a[j][i + 2 * half] = multiply_bf16(a[j][i + 2 * half], rest);
-        }
+            for (int half = 0; half < 2; ++half) a[j][i + 2 * half] = multiply_bf16(a[j][i + 2 * half], factor);
     }
 };
+
+// A code is decoded to value x 2^-126; times 2^(b - 1) that is the weight. Above b = 128 that overflows: the rest is
+// a second factor. b = 255 gives NaN.
+DEVICE u32 first_factor(u32 b) { return b == 255 ? 0x7FFF7FFFu : ((b < 128 ? b : 128) + 126) * 0x00800080u; }
+DEVICE u32 second_factor(u32 b) { return b > 128 ? (b - 1) * 0x00800080u : 0x3F803F80u; }
 
 template <bool UP, int N>
 DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, int row_tile, int first_token, int tokens) {
@@ -127,19 +128,25 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
     };
 
     uint4 words[2];  // this lane's codes of the chunk that is being decoded
-    u32 weight_scales[2];
+    u32 weight_scales[2], factors[2];
+    bool two_factors;  // does any lane of the warp need both? Hardly ever.
     const auto fetch = [&] {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             words[i] = *reinterpret_cast<const uint4*>(decoding + S::CODES + (i * THREADS + threadIdx.x) * 16);
             weight_scales[i] = decoding[S::SCALES + (warp * 16 + i * 8 + g) * 4 + t];
+            factors[i] = first_factor(weight_scales[i]);
         }
+        two_factors = any_lane(weight_scales[0] > 128 || weight_scales[1] > 128);
         decoding = after(decoding);
     };
     const auto decode = [&](int half, Weights& weights) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            weights.decode_row(i, half ? make_uint2(words[i].z, words[i].w) : make_uint2(words[i].x, words[i].y), weight_scales[i]);
+            weights.decode_row(i, half ? make_uint2(words[i].z, words[i].w) : make_uint2(words[i].x, words[i].y), factors[i]);
+        if (two_factors)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) weights.multiply_row(i, second_factor(weight_scales[i]));
     };
     const auto multiply = [&](int half, const Weights& weights, float (&sums)[N / 2]) {
         wgmma_fence();

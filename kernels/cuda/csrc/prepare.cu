@@ -24,16 +24,18 @@ DEVICE void prepare_rows(const Activation* source, void* to, float* scales, int 
         eight.values(v);
 #if WGMMA
         static_assert(PLANES == 1, "one bf16 holds the activation");
-        float scale = 1;
 #if REFERENCE
-        scale = quantise_group(v);
+        u32 half[4];
+        const float scale = quantise_group(v, half);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = half_float(half[i] & 0xFFFF) * scale, v[i + 4] = half_float(half[i] >> 16) * scale;
 #endif
         if (at >= lanes) continue;
         const u32 in_chunk = at % 16, t = in_chunk / 4, w = in_chunk % 4;  // group of the 128 columns, word of the group
         u32* const chunk = static_cast<u32*>(to) + at / 16 * 64;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            chunk[8 * (2 * w + i / 2) + t + 4 * (i % 2)] = (float_bits(v[i] * scale) >> 16) | (float_bits(v[i + 4] * scale) & 0xFFFF0000u);
+            chunk[8 * (2 * w + i / 2) + t + 4 * (i % 2)] = (float_bits(v[i]) >> 16) | (float_bits(v[i + 4]) & 0xFFFF0000u);
 #else
         u32 half[PLANES][4];
         const float scale = prepare_group(v, half);

@@ -39,8 +39,8 @@ struct Shared {
     u8 zeros[GROUP_BYTES];
     float x_scales[X_GROUPS];
     float sums[SUMS];                  // [w1, w3][pair][split], later [expert][row][split]
+    Row packed[MAX_EXPERTS];
     const u8* up_rows[MAX_PAIRS * 2];  // [w1, w3][pair] codes
-    const u8* down_rows[MAX_EXPERTS];  // codes of this block's first row of w2
     float route[MAX_EXPERTS];
     int place[MAX_EXPERTS];            // the expert's place among those this token uses, -1: not used
 };
@@ -193,6 +193,7 @@ DEVICE void clear_padding(u8* x, int count) {
 template <int GROUPS>
 DEVICE void copy_scales(u8* to, const u8* from, int rows) {
     constexpr int PIECE = GROUPS % 16 == 0 ? 16 : GROUPS % 8 == 0 ? 8 : GROUPS % 4 == 0 ? 4 : 1;
+#pragma unroll 1
     for (int i = threadIdx.x * PIECE; i < rows * GROUPS; i += THREADS * PIECE)
         if constexpr (PIECE == 1)
             to[i] = from[i];
@@ -204,23 +205,30 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n = call.num_experts;
-    const Row* const packed = call.rows + call.first_expert;
 
-    // The activation is asked for first: behind the weights it would wait for them.
+    // Everything that has to come from far is asked for at once, and before the weights, behind which it would wait.
     Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS> x_in;
     x_in.template load<false>(static_cast<const Activation*>(call.x), groups_of(HIDDEN), 0);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n * int(sizeof(Row) / 8); i += THREADS)
+        reinterpret_cast<u64*>(shared.packed)[i] = reinterpret_cast<const u64*>(call.rows + call.first_expert)[i];
+    const u32 phase = threadIdx.x == 0 ? grid_phase(call.barrier) : 0;
+    const bool routes = warp == WARPS - 1;  // this warp finds the route weights
+    const int own_id = routes && lane < call.top_k ? call.ids[lane] : -1;
+    const float own_weight = routes && lane < call.top_k ? call.weights[lane] : 0;
 
     const u32 all_pairs = n * INTERMEDIATE;
     const u32 pair0 = u64(all_pairs) * blockIdx.x / gridDim.x, pairs = u64(all_pairs) * (blockIdx.x + 1) / gridDim.x - pair0;
     const u32 row0 = u64(HIDDEN) * blockIdx.x / gridDim.x, rows = u64(HIDDEN) * (blockIdx.x + 1) / gridDim.x - row0;
-    for (u32 i = threadIdx.x; i < pairs * 2; i += THREADS) {
-        const u32 pair = pair0 + (i < pairs ? i : i - pairs);
-        const Row& row = packed[pair / INTERMEDIATE];
-        shared.up_rows[i] = (i < pairs ? row.w1 : row.w3) + pair % INTERMEDIATE * u64(HIDDEN / 2);
-    }
-    if (threadIdx.x < n) shared.down_rows[threadIdx.x] = packed[threadIdx.x].w2 + row0 * u64(INTERMEDIATE / 2);
     if (threadIdx.x < GROUP_BYTES / 4) reinterpret_cast<u32*>(shared.zeros)[threadIdx.x] = 0;
     clear_padding<HIDDEN>(shared.x, 1);
+    sync_block();
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < pairs * 2; i += THREADS) {
+        const u32 pair = pair0 + (i < pairs ? i : i - pairs);
+        const Row& row = shared.packed[pair / INTERMEDIATE];
+        shared.up_rows[i] = (i < pairs ? row.w1 : row.w3) + pair % INTERMEDIATE * u64(HIDDEN / 2);
+    }
     sync_block();
 
     // A warp's tasks: first those of w1 and w3, then those of w2, each list dealt round-robin.
@@ -228,8 +236,8 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     const int down_tiles = (rows + 15) / 16, down_tasks = n * down_tiles * splits_of(INTERMEDIATE);
     const int up_own = (up_tasks - warp + WARPS - 1) / WARPS, down_own = (down_tasks - warp + WARPS - 1) / WARPS;
     u8* const ring = shared.ring[warp][0] + lane * 16;
-    u8 *filling = ring, *reading = ring;
-    const auto after = [&](u8* slot) { return slot == ring + (RING - 1) * SLOT ? ring : slot + SLOT; };
+    u32 filling = 0, reading = 0;
+    const auto after = [](u32 slot) { return slot == (RING - 1) * SLOT ? 0 : slot + SLOT; };
     const auto issue_task = [&](int k) {
         Rows own;
         if (k < up_own) {
@@ -241,7 +249,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
                 own.valid[tile] = row < pairs * 2;
                 own.codes[tile] = shared.up_rows[own.valid[tile] ? row : 0];
             }
-            issue<HIDDEN>(own, filling, t);
+            issue<HIDDEN>(own, ring + filling, t);
         } else if (k < up_own + down_own) {
             const u32 id = warp + (k - up_own) * WARPS, rest = id / splits_of(INTERMEDIATE), base = rest % down_tiles * 16;
             own.split = id % splits_of(INTERMEDIATE), own.second = base + 8 < rows;
@@ -249,9 +257,9 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
             for (int tile = 0; tile < 2; ++tile) {
                 const u32 row = base + tile * 8 + g;
                 own.valid[tile] = row < rows;
-                own.codes[tile] = shared.down_rows[rest / down_tiles] + (own.valid[tile] ? row : 0) * (INTERMEDIATE / 2);
+                own.codes[tile] = shared.packed[rest / down_tiles].w2 + (row0 + (own.valid[tile] ? row : 0)) * u64(INTERMEDIATE / 2);
             }
-            issue<INTERMEDIATE>(own, filling, t);
+            issue<INTERMEDIATE>(own, ring + filling, t);
         }
         filling = after(filling);
     };
@@ -262,8 +270,8 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         const u32 expert = pair / INTERMEDIATE, in_expert = pair % INTERMEDIATE, left = pair0 + pairs - pair;
         const u32 run = left < INTERMEDIATE - in_expert ? left : INTERMEDIATE - in_expert;
         u8* const to = shared.up_scales + (pair - pair0) * groups_of(HIDDEN);
-        copy_scales<groups_of(HIDDEN)>(to, packed[expert].s1 + in_expert * u64(groups_of(HIDDEN)), run);
-        copy_scales<groups_of(HIDDEN)>(to + pairs * groups_of(HIDDEN), packed[expert].s3 + in_expert * u64(groups_of(HIDDEN)), run);
+        copy_scales<groups_of(HIDDEN)>(to, shared.packed[expert].s1 + in_expert * u64(groups_of(HIDDEN)), run);
+        copy_scales<groups_of(HIDDEN)>(to + pairs * groups_of(HIDDEN), shared.packed[expert].s3 + in_expert * u64(groups_of(HIDDEN)), run);
         pair += run;
     }
     copy_async_commit();
@@ -271,18 +279,25 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         issue_task(k);
         copy_async_commit();
     }
+#pragma unroll 1
     for (int e = 0; e < n; ++e)
-        copy_scales<groups_of(INTERMEDIATE)>(shared.down_scales + e * rows * groups_of(INTERMEDIATE), packed[e].s2 + row0 * u64(groups_of(INTERMEDIATE)),
-                                             rows);
+        copy_scales<groups_of(INTERMEDIATE)>(shared.down_scales + e * rows * groups_of(INTERMEDIATE),
+                                             shared.packed[e].s2 + row0 * u64(groups_of(INTERMEDIATE)), rows);
     copy_async_commit();
 
-    if (warp == WARPS - 1) {  // which experts the token uses, its weights, and how many used ones come before
+    if (routes) {  // which experts the token uses, their weights, and how many used ones come before
         int used = 0;
         for (int e = lane; e - lane < call.first_expert + n; e += 32) {
+            const int expert = e < call.first_expert + n ? call.experts[e] : -1;
             float route = 0;
             bool uses = false;
-            for (int k = 0; k < call.top_k; ++k)
-                if (e < call.first_expert + n && call.ids[k] == call.experts[e]) uses = true, route = call.weights[k];
+#pragma unroll 1
+            for (int k = 0; k < call.top_k; ++k) {
+                const bool same = shuffle(own_id, k) == expert && expert >= 0;
+                const float weight = shuffle(own_weight, k);
+                uses = uses || same;
+                route = same ? weight : route;
+            }
             const u32 users = lanes_with(uses);
             if (e >= call.first_expert && e < call.first_expert + n) {
                 shared.route[e - call.first_expert] = route;
@@ -308,9 +323,9 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         }
         float sums[2];
         if (base + 8 < pairs * 2)
-            consume<HIDDEN, 2>(reading, shared.x, shared.zeros, shared.x_scales, scales, split, call.byte, sums);
+            consume<HIDDEN, 2>(ring + reading, shared.x, shared.zeros, shared.x_scales, scales, split, call.byte, sums);
         else
-            consume<HIDDEN, 1>(reading, shared.x, shared.zeros, shared.x_scales, scales, split, call.byte, sums);
+            consume<HIDDEN, 1>(ring + reading, shared.x, shared.zeros, shared.x_scales, scales, split, call.byte, sums);
         reading = after(reading);
         if (t < 2 && base + t * 8 + g < pairs * 2) shared.sums[(base + t * 8 + g) * splits_of(HIDDEN) + split] = t ? sums[1] : sums[0];
     }
@@ -328,7 +343,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         static_cast<Activation*>(call.act)[pair0 + pair] =
             stored(swiglu(rounded(both[0]), rounded(both[1]), shared.route[(pair0 + pair) / INTERMEDIATE]));
     }
-    sync_grid(call.barrier);
+    sync_grid(call.barrier, phase);
 
     clear_padding<INTERMEDIATE>(shared.x, n);
     for (int begin = 0; begin < n * groups_of(INTERMEDIATE) * 4; begin += 4 * THREADS) {
@@ -353,30 +368,32 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         const float* const x_scales = shared.x_scales + expert * 8 * steps_of(INTERMEDIATE);
         float sums[2];
         if (base + 8 < rows)
-            consume<INTERMEDIATE, 2>(reading, x, shared.zeros, x_scales, scales, split, call.byte, sums);
+            consume<INTERMEDIATE, 2>(ring + reading, x, shared.zeros, x_scales, scales, split, call.byte, sums);
         else
-            consume<INTERMEDIATE, 1>(reading, x, shared.zeros, x_scales, scales, split, call.byte, sums);
+            consume<INTERMEDIATE, 1>(ring + reading, x, shared.zeros, x_scales, scales, split, call.byte, sums);
         reading = after(reading);
         if (t < 2 && base + t * 8 + g < rows) shared.sums[(expert * rows + base + t * 8 + g) * splits_of(INTERMEDIATE) + split] = t ? sums[1] : sums[0];
     }
     copy_async_wait<0>();
     sync_block();
 
-    for (u32 row = threadIdx.x; row < rows; row += THREADS) {
-        float* const partial = static_cast<float*>(call.out) + row0 + row;
-        float total = call.accumulate && !call.exact ? *partial : 0;
-        for (int e = 0; e < n; ++e) {
-            if (shared.place[e] < 0) continue;
-            float y = 0;
+    for (u32 i = threadIdx.x; i < n * rows; i += THREADS) {  // (expert, row)
+        float y = 0;
 #pragma unroll
-            for (int split = 0; split < splits_of(INTERMEDIATE); ++split) y += shared.sums[(e * rows + row) * splits_of(INTERMEDIATE) + split];
-            finite = finite && is_finite(y);
-            if (call.exact)
-                static_cast<Activation*>(call.out)[shared.place[e] * u64(HIDDEN) + row0 + row] = stored(y);
-            else
-                total += rounded(y);
-        }
-        if (!call.exact) *partial = total;
+        for (int split = 0; split < splits_of(INTERMEDIATE); ++split) y += shared.sums[i * splits_of(INTERMEDIATE) + split];
+        finite = finite && is_finite(y);
+        shared.sums[i * splits_of(INTERMEDIATE)] = rounded(y);
+        if (call.exact && shared.place[i / rows] >= 0)
+            static_cast<Activation*>(call.out)[shared.place[i / rows] * u64(HIDDEN) + row0 + i % rows] = stored(y);
     }
     if (!finite) report(call.status, 1);
+    if (call.exact) return;
+    sync_block();
+    for (u32 row = threadIdx.x; row < rows; row += THREADS) {
+        float* const partial = static_cast<float*>(call.out) + row0 + row;
+        float total = call.accumulate ? *partial : 0;
+        for (int e = 0; e < n; ++e)
+            if (shared.place[e] >= 0) total += shared.sums[(e * rows + row) * splits_of(INTERMEDIATE)];
+        *partial = total;
+    }
 }

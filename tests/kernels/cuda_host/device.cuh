@@ -269,6 +269,7 @@ inline u32 float_bits(float x) { return host::bits_as<u32>(x); }
 inline float bits_float(u32 bits) { return host::bits_as<float>(bits); }
 inline u32 half_bits(float x) { return host::bits_as<u16>(static_cast<_Float16>(x)); }
 inline float half_float(u32 bits) { return static_cast<float>(host::bits_as<_Float16>(static_cast<u16>(bits))); }
+#define HAS_E4M3 0
 inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u32 max_u32(u32 a, u32 b) { return std::max(a, b); }
 inline uint4 load_shared_by_grid(const void* address) { return *static_cast<const uint4*>(address); }
@@ -308,7 +309,8 @@ inline void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
     for (int i = 0; i < 4; ++i) c[i] = sums.c[i];
 }
 
-inline void sync_grid(u32*) {
+inline u32 grid_phase(const u32*) { return 0; }
+inline void sync_grid(u32*, u32) {
     sync_block();
     host::meet(host::grid.meeting, host::grid.blocks * host::grid.threads);
 }
