@@ -11,9 +11,9 @@ import contextlib
 import logging
 import mmap
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,8 @@ from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.kernels.cuda.driver import REGISTER_PORTABLE, REGISTER_READ_ONLY, Device, Event, Registration, Stream
 from evrun.kernels.cuda.errors import DeviceError
 
-PIECE_BYTES = 4 << 20
-PIECES = 8
+PIECE_BYTES = 2 << 20
+PIECES = 16
 POPULATE_BYTES = 256 << 20
 _MADV_POPULATE_READ = 22
 log = logging.getLogger("rungs")
@@ -153,33 +153,35 @@ class Arena:
         self._events: list[Event] = [device.event() for _ in range(PIECES)]
         self._used = [False] * PIECES
         self._next = 0
-        self._threads = max(1, threads)
-        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+        self._threads = max(1, min(threads, PIECES // 2))
+        self._pool = ThreadPoolExecutor(self._threads)
 
     def copy(self, what: Copy, to: int, stream: Stream) -> None:
-        """Bring `what` to address `to` on the card. Returns when the last piece was issued."""
+        """Bring `what` to address `to` on the card. Returns when the last piece was issued.
+
+        Pieces are filled side by side, one thread each, and leave for the card in order.
+        """
         source = self._checkpoint.mapping(what.shard)[what.offset : what.offset + what.size_bytes]
+        filling: deque[tuple[int, int, int, Future[None]]] = deque()
         for start in range(0, what.size_bytes, PIECE_BYTES):
+            if len(filling) == self._threads:
+                self._issue(*filling.popleft(), to, stream)
             piece, self._next = self._next, (self._next + 1) % PIECES
             if self._used[piece]:
                 self._events[piece].synchronize()
-            bytes_ = source[start : start + PIECE_BYTES]
-            place = piece * PIECE_BYTES
-            self._fill(self._pinned.array[place : place + len(bytes_)], bytes_)
-            self._device.copy_in(to + start, self._pinned.address + place, len(bytes_), stream)
-            self._events[piece].record(stream)
-            self._used[piece] = True
-            self._beat()
+            part = source[start : start + PIECE_BYTES]
+            room = self._pinned.array[piece * PIECE_BYTES :][: len(part)]
+            filling.append((piece, start, len(part), self._pool.submit(np.copyto, room, part)))
+        while filling:
+            self._issue(*filling.popleft(), to, stream)
 
-    def _fill(self, to: np.ndarray, source: np.ndarray) -> None:
-        if self._pool is None:
-            np.copyto(to, source)
-            return
-        step = -(-len(source) // self._threads)
-        parts = [slice(i, i + step) for i in range(0, len(source), step)]
-        list(self._pool.map(lambda part: np.copyto(to[part], source[part]), parts))
+    def _issue(self, piece: int, start: int, size: int, filled: Future[None], to: int, stream: Stream) -> None:
+        filled.result()
+        self._device.copy_in(to + start, self._pinned.address + piece * PIECE_BYTES, size, stream)
+        self._events[piece].record(stream)
+        self._used[piece] = True
+        self._beat()
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown()
+        self._pool.shutdown()
         self._pinned.close()

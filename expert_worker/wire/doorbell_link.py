@@ -68,11 +68,10 @@ class DoorbellGroup:
         if not self._spin_s:
             return False
         until = time.perf_counter() + self._spin_s
-        while time.perf_counter() < until:
-            for rank in ranks:
-                if self._replies[rank].turn() != self._seen[rank]:
-                    return True
-        return False
+        missing = list(ranks)
+        while missing and time.perf_counter() < until:
+            missing = [rank for rank in missing if self._replies[rank].turn() == self._seen[rank]]
+        return not missing
 
     def receive(self, ready: Container[int]) -> list[tuple[int, Partial | Failed | None]]:
         """The turn of a cell tells that there is a message; a ring only ends a sleep, and may come for one already taken."""

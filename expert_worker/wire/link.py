@@ -28,7 +28,7 @@ class ExpertGroup(Protocol):
         ...
 
     def spin(self, ranks: Sequence[int]) -> bool:
-        """Look for a reply of these ranks for a short while, if this machine has cores to spare. True: there is one."""
+        """Look for the replies of these ranks for a short while, if this machine has cores to spare. True: all are there."""
         ...
 
     def receive(self, ready: Container[int]) -> list[tuple[int, Partial | Failed | None]]:

@@ -151,12 +151,17 @@ class ReplyMemory:
         self.layout = layout
         self._map = map_memory(fd, layout.reply_bytes, writable)
         self.memory = memoryview(self._map)
+        self._single: npt.NDArray[np.float32] | None = None
         self.record = self.memory[:RECORD_BYTES]
         self.cell = Cell(self.memory[RECORD_BYTES : RECORD_BYTES + layout.cell_bytes])
 
     def partial(self, tokens: int) -> npt.NDArray[np.float32]:
-        """[tokens, H] fp32."""
-        return self._array(np.float32, tokens)
+        """[tokens, H] fp32. The view for one token is kept: decode asks for it at every layer."""
+        if tokens != 1:
+            return self._array(np.float32, tokens)
+        if self._single is None:
+            self._single = self._array(np.float32, 1)
+        return self._single
 
     def rows(self, count: int) -> npt.NDArray[Any]:
         """[count, H] activation dtype."""
