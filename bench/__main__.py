@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
@@ -17,6 +18,36 @@ as_json = click.option("--json", "as_json", is_flag=True, help="One object on st
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
     """Measure; every figure beside its floor."""
+
+
+@bench.command()
+@click.option("--tokens", default="1,4,8,16,32,64,128,256", show_default=True, help="Tokens on one expert.")
+@click.option("--threads", default="1", show_default=True, help="Thread counts, as in 1,2.")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=3))
+@click.option("--numerics", type=click.Choice(["reference", "weights-only"]), default="reference", show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--memory", default="anonymous", show_default=True, help="anonymous, mapped, or both with a comma.")
+@click.option("--no-baseline", is_flag=True, help="Leave torch's dequantise-then-matmul out; it takes most of the time.")
+@as_json
+def kernel(
+    tokens: str, threads: str, rounds: int, numerics: Literal["reference", "weights-only"], dtype: Literal["bfloat16", "float32"],
+    memory: str, no_baseline: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """CPU kernels over packed rows, beside a plain read of the same bytes."""
+    from evrun.kernels import bench_cpu
+
+    work = bench_cpu.Work(numerics=numerics, dtype=dtype)
+    kinds: Any = memory.split(",")
+    rows = bench_cpu.run(
+        work,
+        [int(t) for t in tokens.split(",")],
+        [int(t) for t in threads.split(",")],
+        rounds,
+        kinds,
+        baseline=not no_baseline,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    report.show("kernel", rows, as_json)
 
 
 @bench.command()
