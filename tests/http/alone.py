@@ -43,18 +43,40 @@ class Alone:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = self._listener.getsockname()[1]
         spec = HttpSpec(
-            run_id="r", name="alone", secret=SECRET, incarnation=1, control_address=f"ipc://{folder}/control.sock",
-            requests_path=self.requests_path, listen_fd=self._listener.fileno(), host="127.0.0.1", launcher_pid=os.getpid(),
-            checkpoint=str(CHECKPOINT), model_name=MODEL, max_context=4096, vocab_size=512, bos_token_id=0, eos_token_id=1,
-            max_queue=max_queue, key_sha256="", stall_s=5.0, stuck_s=30.0, drain_s=1.0, log_level="INFO",
-        )  # fmt: skip
+            run_id="r",
+            name="alone",
+            secret=SECRET,
+            incarnation=1,
+            control_address=f"ipc://{folder}/control.sock",
+            requests_path=self.requests_path,
+            listen_fd=self._listener.fileno(),
+            host="127.0.0.1",
+            launcher_pid=os.getpid(),
+            checkpoint=str(CHECKPOINT),
+            model_name=MODEL,
+            max_context=4096,
+            vocab_size=512,
+            bos_token_id=0,
+            eos_token_id=1,
+            max_queue=max_queue,
+            key_sha256="",
+            stall_s=5.0,
+            stuck_s=30.0,
+            drain_s=1.0,
+            log_level="INFO",
+        )
         (folder / "spec.json").write_text(spec.dump())
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._engine, self._launcher)]
         for thread in self._threads:
             thread.start()
         with open(folder / "http.log", "wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "evrun.launch.http", str(folder / "spec.json")], stdin=subprocess.DEVNULL,
-                                            stdout=log, stderr=log, pass_fds=(self._listener.fileno(),))  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "evrun.launch.http", str(folder / "spec.json")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self._listener.fileno(),),
+            )
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
         until(lambda: self.http.get("/health").status_code == 200, "the front end is up", 60)
@@ -105,7 +127,11 @@ class Alone:
             text += piece
             job.say(Token(given[-1], piece, []))
         error = f"cancelled: {job.cancel_reason}" if job.cancelled() else None
-        job.say(Finished(given, text, "error" if error else "length", error or "length", error, 5 if error else 0, 0, 0, 0, len(ids), len(given), 0))
+        job.say(
+            Finished(
+                given, text, "error" if error else "length", error or "length", error, 5 if error else 0, 0, 0, 0, len(ids), len(given), 0
+            )
+        )
 
     def _launcher(self) -> None:
         while not self._over.is_set():
@@ -113,11 +139,29 @@ class Alone:
                 self._control.serve()
 
     def _answer(self, command: Any) -> Any:
-        row = {"state": "ready", "reason": "", "pid": 1, "incarnation": 1, "restarts": 0, "last_layer": 0, "progress_age_s": 0.1, "resends": 0,
-               "dropped_replies": 0, "rung": "in-place", "bytes": {}}  # fmt: skip
+        row = {
+            "state": "ready",
+            "reason": "",
+            "pid": 1,
+            "incarnation": 1,
+            "restarts": 0,
+            "last_layer": 0,
+            "progress_age_s": 0.1,
+            "resends": 0,
+            "dropped_replies": 0,
+            "rung": "in-place",
+            "bytes": {},
+        }
         processes = [{"role": "coordinator", "rank": None, **row}, {"role": "worker", "rank": 0, **row}]
-        look = {"ps": {"state": "ready", "processes": processes}, "phase": "", "done_bytes": 1, "total_bytes": 1,
-                "requests_running": self._running, "requests_waiting": self._door.waiting(), "calls": [[1, self.begun]]}  # fmt: skip
+        look = {
+            "ps": {"state": "ready", "processes": processes},
+            "phase": "",
+            "done_bytes": 1,
+            "total_bytes": 1,
+            "requests_running": self._running,
+            "requests_waiting": self._door.waiting(),
+            "calls": [[1, self.begun]],
+        }
         return control.Processes(json.dumps(look))
 
 

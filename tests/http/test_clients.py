@@ -15,7 +15,9 @@ from served import MODEL, Served, events, until
 CHAT = next(p for p in prompts("full") if p["name"] == "chat")["ids"]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
+]
 
 
 def test_a_completion_is_generates_answer(served: Served) -> None:
@@ -107,7 +109,9 @@ def test_chat_streams_what_it_answers(served: Served) -> None:
 
 def test_effort_numbers_and_none(served: Served) -> None:
     def ids(effort: Any) -> list[int]:
-        body = served.post("/v1/chat/completions", messages=HELLO, max_tokens=16, reasoning_effort=effort, return_token_ids=True, temperature=0)
+        body = served.post(
+            "/v1/chat/completions", messages=HELLO, max_tokens=16, reasoning_effort=effort, return_token_ids=True, temperature=0
+        )
         assert body.status_code == 200, body.text
         answer = body.json()
         assert answer["usage"]["completion_tokens"] <= 16
@@ -129,8 +133,11 @@ def test_effort_numbers_and_none(served: Served) -> None:
 def test_a_tool_loop_with_and_without_its_reasoning(served: Served) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "x"}'}}
     for extra in ({}, {"reasoning_content": "I call f."}):
-        messages: list[Any] = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call], **extra},
-                               {"role": "tool", "tool_call_id": "c1", "content": "done"}]  # fmt: skip
+        messages: list[Any] = [
+            *HELLO,
+            {"role": "assistant", "content": "", "tool_calls": [call], **extra},
+            {"role": "tool", "tool_call_id": "c1", "content": "done"},
+        ]
         found = served.openai.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=2, temperature=0)
         assert found.usage is not None
         assert found.usage.completion_tokens in (1, 2)
@@ -138,8 +145,12 @@ def test_a_tool_loop_with_and_without_its_reasoning(served: Served) -> None:
 
 def test_curl(served: Served) -> None:
     body = json.dumps({"model": MODEL, "prompt": CHAT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": True})
-    out = subprocess.run(["curl", "-sN", f"{served.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body],
-                         capture_output=True, timeout=60, check=True).stdout  # fmt: skip
+    out = subprocess.run(
+        ["curl", "-sN", f"{served.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    ).stdout
     lines = [line for line in out.decode().splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
@@ -155,13 +166,28 @@ def test_models_status_and_metrics(served: Served) -> None:
     ps = served.evrun.ps()
     assert status.keys() == ps.keys()
     assert [(p["role"], p["rank"], p["pid"]) for p in status["processes"]] == [(p["role"], p["rank"], p["pid"]) for p in ps["processes"]]
-    before = {name: served.metric(name) for name in ("evrun_prompt_tokens_total", "evrun_generated_tokens_total",
-                                                     "evrun_time_to_first_token_seconds_count", "evrun_time_per_output_token_seconds_count")}  # fmt: skip
+    before = {
+        name: served.metric(name)
+        for name in (
+            "evrun_prompt_tokens_total",
+            "evrun_generated_tokens_total",
+            "evrun_time_to_first_token_seconds_count",
+            "evrun_time_per_output_token_seconds_count",
+        )
+    }
     served.complete(CHAT, 5)
     after = {name: served.metric(name) for name in before}
     assert [after[name] - before[name] for name in before] == [len(CHAT), 5, 1, 1]
-    for name in ("evrun_requests_running", "evrun_requests_waiting", "evrun_resends_total", "evrun_restarts_total",
-                 "evrun_dropped_replies_total", "evrun_rank_state", "evrun_rank_rung", "evrun_row_bytes_total"):  # fmt: skip
+    for name in (
+        "evrun_requests_running",
+        "evrun_requests_waiting",
+        "evrun_resends_total",
+        "evrun_restarts_total",
+        "evrun_dropped_replies_total",
+        "evrun_rank_state",
+        "evrun_rank_rung",
+        "evrun_row_bytes_total",
+    ):
         assert f"\n{name}" in served.http.get("/metrics").text, name
 
 
@@ -177,8 +203,10 @@ def test_parallel_requests_equal_serial_ones(served: Served) -> None:
     asked = [[0, 3, i] for i in range(20, 26)]
     serial = [served.complete(ids, 6)["choices"][0]["token_ids"] for ids in asked]
     found: dict[int, Any] = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: served.complete(asked[i], 6)["choices"][0]["token_ids"]}))
-               for i in range(len(asked))]  # fmt: skip
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: served.complete(asked[i], 6)["choices"][0]["token_ids"]}))
+        for i in range(len(asked))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

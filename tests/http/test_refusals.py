@@ -28,7 +28,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("e")
     with (
         evrun_in(folder) as evrun,
-        serving(evrun, "--max-queue", "2", "--max-context", "200", "--faults", slow_script(folder, 40), checkpoint=MINIMAL, world=1, key=KEY) as run,
+        serving(
+            evrun, "--max-queue", "2", "--max-context", "200", "--faults", slow_script(folder, 40), checkpoint=MINIMAL, world=1, key=KEY
+        ) as run,
     ):
         yield run
 
@@ -76,8 +78,12 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": ["x"]}, "messages[0]", "object"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages", "content"),
     (CHAT, {"messages": [{"role": "nobody", "content": "x"}]}, "messages", "nobody"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]}, "messages[0].content[0]",
-     "images"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
+        "messages[0].content[0]",
+        "images",
+    ),
     (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "tool"),
     (CHAT, {"messages": HELLO, "n": 3}, "n", "not supported"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs"),
@@ -86,16 +92,26 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": HELLO, "reasoning_effort": 101}, "reasoning_effort", "101"),
     (CHAT, {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differs"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "text"),
-    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict",
-     "not supported"),
-    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice",
-     "tool_choice"),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+        "not supported",
+    ),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        "tool_choice",
+        "tool_choice",
+    ),
     (CHAT, {"messages": HELLO, "max_tokens": 190}, "messages", "200"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "says"), BAD, ids=lambda v: json.dumps(v)[:40] if isinstance(v, dict) else None)
-def test_a_400_names_its_field_and_nothing_is_computed(guarded: Served, path: str, fields: dict[str, Any], param: str | None, says: str) -> None:
+def test_a_400_names_its_field_and_nothing_is_computed(
+    guarded: Served, path: str, fields: dict[str, Any], param: str | None, says: str
+) -> None:
     before = calls(guarded)
     response = guarded.post(path, **fields)
     error = response.json()["error"]
@@ -108,10 +124,20 @@ def test_a_400_names_its_field_and_nothing_is_computed(guarded: Served, path: st
 
 @pytest.mark.parametrize(
     ("data", "status"),
-    [(b"", 400), (b"{", 400), (b"[1]", 400), (b'{"prompt": NaN}', 400), (b'{"temperature": 1e999, "prompt": "a"}', 400),
-     (b'{"prompt": "\\ud800"}', 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400), (b'{"a":' * 500 + b"1" + b"}" * 500, 400),
-     (b'{"seed": ' + b"9" * 5000 + b"}", 400), (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', 413)],
-)  # fmt: skip
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[1]", 400),
+        (b'{"prompt": NaN}', 400),
+        (b'{"temperature": 1e999, "prompt": "a"}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, 400),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400),
+        (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', 413),
+    ],
+)
 def test_a_body_that_is_no_request(guarded: Served, data: bytes, status: int) -> None:
     response = guarded.http.post(TEXT, content=data, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
@@ -181,7 +207,11 @@ def test_the_queue_its_limit_and_its_order(guarded: Served) -> None:
         others[-1].start()
         until(lambda number=number: guarded.metric("evrun_requests_waiting") == number, f"{number} wait", 20)
     refused = guarded.post(prompt=[0, 3], max_tokens=1)
-    assert (refused.status_code, refused.json()["error"]["type"], refused.json()["error"]["code"]) == (429, "rate_limit_error", "queue_full")
+    assert (refused.status_code, refused.json()["error"]["type"], refused.json()["error"]["code"]) == (
+        429,
+        "rate_limit_error",
+        "queue_full",
+    )
     assert int(refused.headers["Retry-After"]) > 0
     until(lambda: guarded.health()[1]["requests"] == {"running": 1, "waiting": 2}, "the coordinator says the same", 10)
     for thread in (first, *others):
@@ -194,7 +224,9 @@ def test_a_waiting_client_that_leaves_makes_room(guarded: Served) -> None:
     with guarded.stream(prompt=[0, 3, 17], max_tokens=150, temperature=0, ignore_eos=True) as running:
         stream = events(running)  # kept: httpx closes with its iterator
         next(stream)
-        waiting = [guarded.http.stream("POST", TEXT, json={"model": MODEL, "prompt": [0, 3], "max_tokens": 1, "stream": True}) for _ in range(2)]
+        waiting = [
+            guarded.http.stream("POST", TEXT, json={"model": MODEL, "prompt": [0, 3], "max_tokens": 1, "stream": True}) for _ in range(2)
+        ]
         for each in waiting:
             each.__enter__()
         until(lambda: guarded.metric("evrun_requests_waiting") == 2, "two wait", 20)

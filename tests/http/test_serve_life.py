@@ -97,8 +97,9 @@ def test_a_stopped_rank_does_not_count_and_none_left_is_503(evrun: Evrun) -> Non
 
 
 def test_sigterm_ends_within_its_bound_and_turns_new_requests_away(evrun: Evrun, tmp_path: Path) -> None:
-    process = evrun.start("serve", "--checkpoint", str(MINIMAL), "--world", "1", "--device", "cpu", "--port", "0",
-                          "--faults", slow_script(tmp_path, 100))  # fmt: skip
+    process = evrun.start(
+        "serve", "--checkpoint", str(MINIMAL), "--world", "1", "--device", "cpu", "--port", "0", "--faults", slow_script(tmp_path, 100)
+    )
     try:
         until(lambda: evrun("ps", "--json", code=None).returncode == 0 and evrun.ps()["state"] == "ready", "ready", 90)
         served = Served(evrun, None)
