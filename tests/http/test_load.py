@@ -75,8 +75,8 @@ def test_idle_sockets_and_slow_readers_cost_a_normal_request_nothing() -> None:
                 over.set()
                 sipping.join()
         again = measure()
-    print(
-        f"a request of 12 tokens: {calm * 1e3:.1f} and {again * 1e3:.1f} ms calm, {crowded * 1e3:.1f} ms with 200 idle and 20 slow: "  # noqa: T201
+    print(  # noqa: T201
+        f"a request of 12 tokens: {calm * 1e3:.1f} and {again * 1e3:.1f} ms calm, {crowded * 1e3:.1f} ms with 200 idle and 20 slow: "
         f"{crowded / max(calm, again):.2f}"
     )
     assert crowded <= 1.2 * max(calm, again)
