@@ -12,8 +12,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,11 +53,27 @@ class Work:
         return 3 * self.hidden * self.intermediate // 2 + 3 * self.hidden * self.intermediate // 32
 
 
+MakePeer = Callable[[Work, int, int, Sequence[Row]], CpuBackend]
+"""(work, most tokens, threads, every row that will be asked for) -> what is timed beside the native kernel."""
+
+
 @dataclass
-class Sample:
-    seconds: list[float]
-    busy: list[float]
-    """Per expert; wall and CPU time."""
+class _Contender:
+    name: str
+    tokens: int
+    threads: int
+    backend: CpuBackend
+    slow: bool = False
+    """Timed on a single expert a round."""
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    """Of one expert, a round each; wall and CPU time."""
+
+    def time(self, experts: int, action: Callable[[], object]) -> None:
+        wall, busy = time.perf_counter(), time.process_time()
+        action()
+        self.busy.append((time.process_time() - busy) / experts)
+        self.seconds.append((time.perf_counter() - wall) / experts)
 
 
 def run(
@@ -69,6 +85,7 @@ def run(
     least_bytes: int = LEAST_BYTES,
     variants: Sequence[str] | None = None,
     baseline: bool = True,
+    peers: Mapping[str, MakePeer] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Rows for `evrun bench kernel`, one a (memory, threads, tokens, backend).
@@ -77,6 +94,8 @@ def run(
     threads     of one backend; the torch baseline always has one
     memory      `mapped`: a file in the page cache, as a worker sees a checkpoint
     variants    of the native kernel; default: the fastest here by its own measurement
+    baseline    time the torch reference as well: it expands the codes and multiplies
+    peers       other contenders by name
     Every row: backend, tokens, threads, world, memory, numerics, dtype; seconds (median, one expert), bytes (one expert,
     packed), gb_per_s, gflop_per_s, floor_seconds, ratio, busy_ratio, rounds.
     Raises NativeLibraryError.
@@ -87,59 +106,51 @@ def run(
     for kind in memory:
         packed = _Packed(work, least_bytes, kind)
         for count in threads:
-            contenders: list[tuple[str, int, CpuBackend]] = [
-                (f"native-{v}", t, native.create(work.shape, t, EXPERTS_OF_A_CALL, count, variant=v)) for v in variants for t in tokens
+            made: list[tuple[str, CpuBackend, bool]] = [
+                (f"native-{v}", native.create(work.shape, max(tokens), EXPERTS_OF_A_CALL, count, variant=v), False) for v in variants
             ]
+            made += [(name, make(work, max(tokens), count, packed.rows), False) for name, make in (peers or {}).items()]
             if baseline and count == 1:
                 torch = registry.module(BASELINE).create(work.shape, max(tokens), EXPERTS_OF_A_CALL, 1)
-                contenders += [(torch.name, t, torch) for t in tokens]
+                made.append((torch.name, torch, True))
+            contenders = [_Contender(name, t, count, backend, slow) for name, backend, slow in made for t in tokens]
             progress(f"{kind} memory, {count} threads: {rounds} rounds of {len(contenders)} contenders")
             rows += _measure(work, packed, count, rounds, contenders)
     return rows
 
 
-def _measure(
-    work: Work, packed: _Packed, threads: int, rounds: int, contenders: Sequence[tuple[str, int, CpuBackend]]
-) -> list[dict[str, Any]]:
+def _measure(work: Work, packed: _Packed, threads: int, rounds: int, contenders: Sequence[_Contender]) -> list[dict[str, Any]]:
     reader = native.create(work.shape, 1, 1, threads)
-    floor = Sample([], [])
-    samples = {(name, t): Sample([], []) for name, t, _ in contenders}
-    calls = {t: _Call(work, t) for _, t, _ in contenders}
+    floor = _Contender("read", 0, threads, reader)
+    calls = {c.tokens: _Call(work, c.tokens) for c in contenders}
+    experts = len(packed.rows)
     for _ in range(rounds):
-        experts = len(packed.rows)
-        _time(floor, experts, lambda: reader.read(packed.stretches))
-        for name, t, backend in contenders:
-            count = BASELINE_EXPERTS if not isinstance(backend, native.NativeBackend) else max(EXPERTS_OF_A_CALL, experts // t)
-            groups = [packed.take(min(EXPERTS_OF_A_CALL, count)) for _ in range(max(1, count // EXPERTS_OF_A_CALL))]
-            _time(samples[name, t], sum(map(len, groups)), functools.partial(calls[t].run_all, backend, groups))
+        floor.time(experts, lambda: reader.read(packed.stretches))
+        for c in contenders:
+            size = 1 if c.slow else EXPERTS_OF_A_CALL
+            groups = [packed.take(size) for _ in range(1 if c.slow else max(1, experts // c.tokens // size))]
+            c.time(size * len(groups), functools.partial(calls[c.tokens].run_all, c.backend, groups))
     floor_seconds = statistics.median(floor.seconds)
     return [
         {
-            "backend": name,
-            "tokens": t,
-            "threads": threads if isinstance(backend, native.NativeBackend) else 1,
+            "backend": c.name,
+            "tokens": c.tokens,
+            "threads": c.threads,
             "world": 1,
             "memory": packed.kind,
             "numerics": work.numerics,
             "dtype": work.dtype,
-            "seconds": (seconds := statistics.median(samples[name, t].seconds)),
+            "seconds": (seconds := statistics.median(c.seconds)),
             "bytes": work.row_bytes,
             "gb_per_s": work.row_bytes / seconds / 1e9,
-            "gflop_per_s": 6 * work.hidden * work.intermediate * t / seconds / 1e9,
+            "gflop_per_s": 6 * work.hidden * work.intermediate * c.tokens / seconds / 1e9,
             "floor_seconds": floor_seconds,
-            "ratio": _ratio(samples[name, t].seconds, floor.seconds),
-            "busy_ratio": _ratio(samples[name, t].busy, floor.busy),
+            "ratio": _ratio(c.seconds, floor.seconds),
+            "busy_ratio": _ratio(c.busy, floor.busy),
             "rounds": rounds,
         }
-        for name, t, backend in contenders
+        for c in contenders
     ]
-
-
-def _time(sample: Sample, experts: int, action: Callable[[], object]) -> None:
-    wall, busy = time.perf_counter(), time.process_time()
-    action()
-    sample.busy.append((time.process_time() - busy) / experts)
-    sample.seconds.append((time.perf_counter() - wall) / experts)
 
 
 def _ratio(times: Sequence[float], floors: Sequence[float]) -> float:
