@@ -55,8 +55,10 @@ def is_e4m3_nan(codes: U8) -> npt.NDArray[np.bool_]:
 
 def e8m0_to_float32(codes: U8) -> F32:
     """2^(b - 127), subnormal for b = 0, NaN for b = 255."""
-    values: F32 = np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
-    values[codes == E8M0_NAN] = np.nan
+    bits: npt.NDArray[np.uint32] = codes.astype(np.uint32) << np.uint32(23)
+    bits[codes == 0] = 1 << 22
+    bits[codes == E8M0_NAN] = 0x7FC00000
+    values: F32 = bits.view(np.float32)
     return values
 
 

@@ -15,8 +15,8 @@ from evrun.coordinator.models.deepseek_v41.arithmetic import Arithmetic
 from evrun.kernels.formats import FP8_BLOCK
 from evrun.kernels.formats_torch import dequantise_fp8_tiles, e8m0_to_float32
 
-PIECE_ELEMENTS = 1 << 21
-"""Weights expanded to fp32 at a time: 8 MiB."""
+PIECE_ELEMENTS = 1 << 20
+"""Weights expanded to fp32 at a time: 4 MiB."""
 
 
 class Weight(Protocol):
