@@ -71,15 +71,17 @@ class CudaBackend:
     def __init__(self, card: Card, shape: FfnShape, max_tokens: int, top_k: int, num_experts: int, cache: Path) -> None:
         limits = card.limits
         self.shape, self.max_tokens, self.top_k, self._card = shape, max_tokens, top_k, card
-        self._single = plans.plan_single_token(shape, top_k, limits)
+        singles = plans.plan_single_token(shape, top_k, limits)
         self._multi = plans.plan_multi_token(shape, num_experts, limits)
         self._blocks = limits.multiprocessors
         self.name = "cuda-wgmma" if self._multi.wgmma else "cuda-mma"
-        units = plans.units(shape, num_experts, self._single, self._multi)
+        units = plans.units(shape, num_experts, singles, self._multi)
         self._find_bad_scale = card.kernel(units.find_bad_scale, "find_bad_scale", 0, cache)
-        if self._single and units.single_token:
-            self._single_token = card.kernel(units.single_token, "moe_single_token_fp4", self._single.shared_bytes, cache)
-        if max_tokens > 1 or not self._single:
+        self._singles = [
+            (plan, card.kernel(unit, "moe_single_token_fp4", plan.shared_bytes, cache))
+            for plan, unit in zip(singles, units.single_token, strict=True)
+        ]
+        if max_tokens > 1 or not self._singles:
             self._group = card.kernel(units.group_tokens, "group_tokens", plans.group_tokens_shared_bytes(num_experts), cache)
             self._prepare_x = card.kernel(units.prepare, "prepare_x", 0, cache)
             self._prepare_act = card.kernel(units.prepare, "prepare_act", 0, cache)
@@ -112,7 +114,7 @@ class CudaBackend:
         value = 2 if self.shape.dtype == "bfloat16" else 4
         prepared = 2 * plans.planes(self.shape)
         sizes = {"barrier": 4, "found": 8, "act": pairs * intermediate * value}
-        if tokens > 1 or not self._single:
+        if tokens > 1 or not self._singles:
             sizes |= {
                 "y": pairs * hidden * value,
                 "x_prepared": tokens * hidden * prepared,
@@ -167,17 +169,18 @@ class CudaBackend:
         if num_experts == 0:
             if combine == "partial" and not accumulate:
                 self._card.fill(out, 0, tokens * self.shape.hidden * 4, stream)
-        elif tokens == 1 and self._single:
-            self._call_single(stream, self._single, num_experts)
+        elif tokens == 1 and self._singles:
+            self._call_single(stream, num_experts)
         else:
             self._call_multi(stream, tokens, num_experts)
         call.num_experts = num_experts
 
-    def _call_single(self, stream: Stream, plan: plans.SingleTokenPlan, num_experts: int) -> None:
+    def _call_single(self, stream: Stream, num_experts: int) -> None:
+        plan, kernel = next((s for s in self._singles if s[0].experts_at_once >= num_experts), self._singles[-1])
         call, step = self._call, plan.experts_at_once
         for first in range(0, num_experts, step):
             call.first_expert, call.num_experts = first, min(step, num_experts - first)
-            self._single_token.launch(plan.blocks, plan.threads, stream, call, cooperative=True)
+            kernel.launch(plan.blocks, plan.threads, stream, call, cooperative=True)
             call.accumulate = 1
 
     def _call_multi(self, stream: Stream, tokens: int, num_experts: int) -> None:

@@ -23,6 +23,9 @@ RESERVED_BYTES = 1024
 RING_LIMIT = 8
 CUTS = ((16, 2), (16, 1), (8, 2), (8, 1), (4, 1))
 """(warps, steps) of the single-token kernel, the best first."""
+FEW_EXPERTS = 2
+WARPS_FOR_FEW = (20, 16)
+"""What a rank of four has of one token leaves room for more warps."""
 CACHE_ALIGNMENT = 16
 
 
@@ -78,17 +81,19 @@ def geometry_problem(shape: FfnShape) -> str | None:
     return None
 
 
-def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> SingleTokenPlan | None:
-    """The widest cut that fits in shared memory with a deep enough ring. None: one token goes the way of many.
+def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[SingleTokenPlan, ...]:
+    """Cuts for few and for up to `top_k` experts at once, the fewest first; none: one token goes the way of many.
 
-    That happens on cards with few multiprocessors, of which each would own too long a run of rows.
+    That happens on cards with few multiprocessors, of which each would own too long a run of rows. All cuts add up a
+    row in the same steps, so that its bits are the same in each.
     """
     for experts in range(top_k, 0, -1):
         for warps, steps in CUTS:
-            plan = _single_token(shape, limits, warps, steps, experts)
-            if plan.ring >= 2:
-                return plan
-    return None
+            widest = _single_token(shape, limits, warps, steps, experts)
+            if widest.ring >= 2:
+                few = [_single_token(shape, limits, w, steps, FEW_EXPERTS) for w in WARPS_FOR_FEW] if experts > FEW_EXPERTS else []
+                return (*[plan for plan in few if plan.ring >= 2][:1], widest)
+    return ()
 
 
 def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, experts: int) -> SingleTokenPlan:
@@ -141,7 +146,8 @@ def plan_multi_token(shape: FfnShape, num_experts: int, limits: Limits) -> Multi
 class Units:
     """Everything that is compiled for one backend."""
 
-    single_token: Unit | None
+    single_token: tuple[Unit, ...]
+    """One a plan."""
     multi_token: tuple[Unit, ...]
     """One a tiling."""
     prepare: Unit
@@ -150,15 +156,14 @@ class Units:
     find_bad_scale: Unit
 
     def all(self) -> tuple[Unit, ...]:
-        every = (self.single_token, *self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
-        return tuple(unit for unit in every if unit)
+        return (*self.single_token, *self.multi_token, self.prepare, self.group_tokens, self.combine, self.find_bad_scale)
 
 
 def group_tokens_shared_bytes(num_experts: int) -> int:
     return 4 * ((num_experts + 31) // 32) + 2 * 8 * 4
 
 
-def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan | None, multi: MultiTokenPlan) -> Units:
+def units(shape: FfnShape, num_experts: int, singles: tuple[SingleTokenPlan, ...], multi: MultiTokenPlan) -> Units:
     """The sources with their constants."""
     common: dict[str, int | float | str] = {
         "HIDDEN": shape.hidden,
@@ -171,7 +176,7 @@ def units(shape: FfnShape, num_experts: int, single: SingleTokenPlan | None, mul
     many = common | {"MAX_EXPERTS": num_experts}
     ids = {"MAX_EXPERT_ID": num_experts - 1, "SHARED_BYTES": group_tokens_shared_bytes(num_experts)}
     return Units(
-        single_token=Unit.make("single_token.cu", common | _single_token_constants(single)) if single else None,
+        single_token=tuple(Unit.make("single_token.cu", common | _single_token_constants(single)) for single in singles),
         multi_token=tuple(Unit.make(source, many | dict(tiling.constants)) for tiling in multi.tilings),
         prepare=Unit.make("prepare.cu", common | {"WGMMA": int(multi.wgmma)}),
         group_tokens=Unit.make("group_tokens.cu", ids),

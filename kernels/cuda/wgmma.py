@@ -15,10 +15,10 @@ def declaration() -> str:
 
 def widths() -> str:
     """Its first part, free of instructions."""
-    lists = {"NARROW": NARROW_WIDTHS, "WIDE": WIDE_WIDTHS}
-    return "#pragma once\n" + "".join(
-        f"#define WGMMA_{name}_WIDTHS {', '.join(map(str, values))}\nconstexpr int {name}_N = {max(values)};\n" for name, values in lists.items()
-    )
+    text = "#pragma once\n"
+    for name, values in {"NARROW": NARROW_WIDTHS, "WIDE": WIDE_WIDTHS}.items():
+        text += f"#define WGMMA_{name}_WIDTHS {', '.join(map(str, values))}\nconstexpr int {name}_N = {max(values)};\n"
+    return text
 
 
 def _instruction(n: int) -> str:

@@ -64,7 +64,7 @@ def test_machine_code(compiler: Nvrtc, architecture: str, numerics: Numerics, dt
         assert code.startswith(b"\x7fELF")
         assert not re.findall(r"\(C75\d\d\).*serialized.*", log)
         kernels |= resources(log)
-    assert ("moe_single_token_fp4" in kernels) == (plan.plan_single_token(full_size(numerics, dtype), 6, limits) is not None)
+    assert ("moe_single_token_fp4" in kernels) == bool(plan.plan_single_token(full_size(numerics, dtype), 6, limits))
     assert {"moe_multi_token_up", "moe_multi_token_down", "prepare_x", "group_tokens", "combine_rows"} <= set(kernels)
     assert {name: used.spilled_bytes for name, used in kernels.items() if used.spilled_bytes} == {}
 
@@ -106,22 +106,21 @@ def test_a_card_newer_than_the_compiler_gets_ptx(compiler: Nvrtc) -> None:
 @pytest.mark.parametrize(("numerics", "dtype"), [("reference", "bfloat16"), ("weights-only", "float32")])
 def test_plans_fit(limits: Limits, numerics: Numerics, dtype: Dtype) -> None:
     shape = full_size(numerics, dtype)
-    single, multi = plan.plan_single_token(shape, 6, limits), plan.plan_multi_token(shape, NUM_EXPERTS, limits)
+    singles, multi = plan.plan_single_token(shape, 6, limits), plan.plan_multi_token(shape, NUM_EXPERTS, limits)
     assert all(tiling.shared_bytes <= limits.shared_bytes_per_block for tiling in multi.tilings)
-    if single is None:
-        assert numerics == "weights-only"
-        return
-    assert single.shared_bytes <= limits.shared_bytes_per_block
-    assert single.ring >= 2
-    assert 1 <= single.experts_at_once <= 6
-    assert single.pairs * single.blocks >= single.experts_at_once * shape.intermediate
-    assert single.rows * single.blocks >= shape.hidden
+    assert singles or numerics == "weights-only"
+    assert len({single.steps for single in singles}) <= 1
+    assert [single.experts_at_once for single in singles] == sorted({single.experts_at_once for single in singles})
+    for single in singles:
+        assert single.shared_bytes <= limits.shared_bytes_per_block
+        assert single.ring >= 2
+        assert 1 <= single.experts_at_once <= 6
+        assert single.pairs * single.blocks >= single.experts_at_once * shape.intermediate
+        assert single.rows * single.blocks >= shape.hidden
 
 
 def test_hopper_holds_all_experts_at_once() -> None:
-    single = plan.plan_single_token(full_size(), 6, CARDS["sm_90a"])
-    assert single
-    assert (single.experts_at_once, single.warps) == (6, 16)
+    assert [single.experts_at_once for single in plan.plan_single_token(full_size(), 6, CARDS["sm_90a"])] == [2, 6]
     assert plan.plan_multi_token(full_size(), NUM_EXPERTS, CARDS["sm_90a"]).wgmma
 
 
@@ -132,6 +131,6 @@ def test_geometry_that_no_kernel_computes(hidden: int, intermediate: int) -> Non
 
 
 def test_too_little_shared_memory() -> None:
-    assert plan.plan_single_token(full_size(), 6, Limits((7, 5), 1, 49152)) is None
+    assert plan.plan_single_token(full_size(), 6, Limits((7, 5), 1, 49152)) == ()
     with pytest.raises(UnavailableError, match="shared memory"):
         plan.plan_multi_token(full_size(), NUM_EXPERTS, Limits((7, 5), 1, 16384))

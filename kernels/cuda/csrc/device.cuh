@@ -79,18 +79,25 @@ DEVICE uint4 load_shared_by_grid(const void* address) {
     return v;
 }
 
-// Copies BYTES (4, 8 or 16, both ends aligned to it) to shared memory in the background; writes zeros if not `valid`.
+// Copies BYTES (4, 8 or 16, both ends aligned to it) to a `shared_address` in the background; writes zeros if not `valid`.
 template <int BYTES>
-DEVICE void copy_async(void* to, const void* from, bool valid) {
+DEVICE void copy_async(u32 to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0) : "memory");
 #else
-    if constexpr (BYTES == 16) *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-    if constexpr (BYTES == 8) *static_cast<uint2*>(to) = valid ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
-    if constexpr (BYTES == 4) *static_cast<u32*>(to) = valid ? *static_cast<const u32*>(from) : 0;
+    if constexpr (BYTES == 16) {
+        const uint4 v = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    } else {
+#pragma unroll
+        for (int i = 0; i < BYTES; i += 4) {
+            const u32 word = valid ? static_cast<const u32*>(from)[i / 4] : 0;
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + i), "r"(word) : "memory");
+        }
+    }
 #endif
 }
 DEVICE void copy_async_commit() {

@@ -57,23 +57,24 @@ DEVICE bool run_tile(const Call& call, Shared& shared, int expert, int row_tile,
 
     const auto issue = [&](int chunk) {
         if (chunk < L::CHUNKS) {
-            Stage& stage = shared.stages[chunk % STAGES];
+            const Stage& stage = shared.stages[chunk % STAGES];
+            const u32 a = shared_address(stage.a), b = shared_address(stage.b), scales = shared_address(stage.scales);
             const bool valid = chunk * 4 + t < L::GROUPS;
 #pragma unroll
             for (int i = 0; i < 2; ++i)  // lane (g, t) brings group t; words are read across t, so groups trade places by g
-                copy_async<16>(stage.a + (warp * 2 + i) * 512 + (g * 4 + (t ^ (g / 2 & 3))) * 16, codes[i] + (valid ? (chunk * 4 + t) * 16 : 0), valid);
+                copy_async<16>(a + (warp * 2 + i) * 512 + (g * 4 + (t ^ (g / 2 & 3))) * 16, codes[i] + (valid ? (chunk * 4 + t) * 16 : 0), valid);
 #pragma unroll 1
             for (int i = threadIdx.x; i < NT * 8 * 16 * PLANES; i += THREADS) {
                 const int token = i / (16 * PLANES), piece = i % (16 * PLANES), group = chunk * 4 + piece / (4 * PLANES);
                 const bool present = shared.sources[token] >= 0 && group < L::GROUPS;
                 const u64 from = (u64(present ? shared.sources[token] : 0) * L::GROUPS + chunk * 4) * (64 * PLANES) + piece * 16;
-                copy_async<16>(stage.b + token * (256 * PLANES) + (piece ^ (token % 2 * 4)) * 16, source + (present ? from : 0), present);
+                copy_async<16>(b + token * (256 * PLANES) + (piece ^ (token % 2 * 4)) * 16, source + (present ? from : 0), present);
             }
 #pragma unroll 1
             for (int i = threadIdx.x; i < NT * 8 * 4; i += THREADS) {
                 const int token = i / 4, group = chunk * 4 + i % 4;
                 const bool present = shared.sources[token] >= 0 && group < L::GROUPS;
-                copy_async<4>(stage.scales + i * 4, source_scales + (present ? u64(shared.sources[token]) * L::GROUPS + group : 0), present);
+                copy_async<4>(scales + i * 4, source_scales + (present ? u64(shared.sources[token]) * L::GROUPS + group : 0), present);
             }
         }
         copy_async_commit();

@@ -104,22 +104,25 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
     // THREADS / 16 tokens further down, a piece lies at the same place of a swizzled row.
     const int to_activations = piece / 8 * (N * 128) + token0 * 128 + ((piece ^ token0) & 7) * 16;
 
-    u8 *filling = stages, *reading = stages, *decoding = stages;
-    const auto after = [&](u8* stage) { return stage == stages + (S::COUNT - 1) * S::BYTES ? stages : stage + S::BYTES; };
+    // Places of stages, as offsets from the first.
+    u32 filling = 0, reading = 0, decoding = 0;
+    const u32 stages_address = shared_address(stages);
+    const auto after = [](u32 stage) -> u32 { return stage == (S::COUNT - 1) * S::BYTES ? 0 : stage + S::BYTES; };
     int left = L::CHUNKS;
     const auto issue = [&] {
         if (left-- > 0) {
+            const u32 stage = stages_address + filling;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                copy_async<16>(filling + S::CODES + (i * THREADS + threadIdx.x) * 16, codes[i], true);
+                copy_async<16>(stage + S::CODES + (i * THREADS + threadIdx.x) * 16, codes[i], true);
                 codes[i] += 64;
             }
-            if (threadIdx.x < SCALE_BYTES / 4) copy_async<4>(filling + S::SCALES + threadIdx.x * 4, scales, true);
+            if (threadIdx.x < SCALE_BYTES / 4) copy_async<4>(stage + S::SCALES + threadIdx.x * 4, scales, true);
             scales += 4;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) {
                 if (N * 16 % THREADS == 0 || i * THREADS + int(threadIdx.x) < N * 16)
-                    copy_async<16>(filling + to_activations + i * (THREADS / 16 * 128), activations[i], true);
+                    copy_async<16>(stage + to_activations + i * (THREADS / 16 * 128), activations[i], true);
                 activations[i] += 256;
             }
             filling = after(filling);
@@ -133,8 +136,8 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
     const auto fetch = [&] {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            words[i] = *reinterpret_cast<const uint4*>(decoding + S::CODES + (i * THREADS + threadIdx.x) * 16);
-            weight_scales[i] = decoding[S::SCALES + (warp * 16 + i * 8 + g) * 4 + t];
+            words[i] = *reinterpret_cast<const uint4*>(stages + decoding + S::CODES + (i * THREADS + threadIdx.x) * 16);
+            weight_scales[i] = stages[decoding + S::SCALES + (warp * 16 + i * 8 + g) * 4 + t];
             factors[i] = first_factor(weight_scales[i]);
         }
         two_factors = any_lane(weight_scales[0] > 128 || weight_scales[1] > 128);
@@ -151,7 +154,7 @@ DEVICE bool run_tile(const Call& call, u8* stages, Header& header, int expert, i
     const auto multiply = [&](int half, const Weights& weights, float (&sums)[N / 2]) {
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma<N>(sums, weights.a[j], wgmma_operand(reading, half * (N * 128) + j * 32), half + j > 0);
+        for (int j = 0; j < 4; ++j) wgmma<N>(sums, weights.a[j], wgmma_operand(stages + reading, half * (N * 128) + j * 32), half + j > 0);
         wgmma_commit();
     };
 

@@ -55,7 +55,7 @@ struct Rows {
 };
 
 template <int K>
-DEVICE void issue(const Rows& rows, u8* slot, int t) {
+DEVICE void issue(const Rows& rows, u32 slot, int t) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
         if (tile == 1 && !rows.second) break;
@@ -192,13 +192,14 @@ DEVICE void clear_padding(u8* x, int count) {
 // A run of scale rows, which lie one after the other -> shared memory, in the largest pieces that their alignment allows.
 template <int GROUPS>
 DEVICE void copy_scales(u8* to, const u8* from, int rows) {
+    const u32 address = shared_address(to);
     constexpr int PIECE = GROUPS % 16 == 0 ? 16 : GROUPS % 8 == 0 ? 8 : GROUPS % 4 == 0 ? 4 : 1;
 #pragma unroll 1
     for (int i = threadIdx.x * PIECE; i < rows * GROUPS; i += THREADS * PIECE)
         if constexpr (PIECE == 1)
             to[i] = from[i];
         else
-            copy_async<PIECE>(to + i, from + i, true);
+            copy_async<PIECE>(address + i, from + i, true);
 }
 
 KERNEL(moe_single_token_fp4, THREADS, 1) {
@@ -236,6 +237,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     const int down_tiles = (rows + 15) / 16, down_tasks = n * down_tiles * splits_of(INTERMEDIATE);
     const int up_own = (up_tasks - warp + WARPS - 1) / WARPS, down_own = (down_tasks - warp + WARPS - 1) / WARPS;
     u8* const ring = shared.ring[warp][0] + lane * 16;
+    const u32 ring_address = shared_address(ring);
     u32 filling = 0, reading = 0;
     const auto after = [](u32 slot) { return slot == (RING - 1) * SLOT ? 0 : slot + SLOT; };
     const auto issue_task = [&](int k) {
@@ -249,7 +251,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
                 own.valid[tile] = row < pairs * 2;
                 own.codes[tile] = shared.up_rows[own.valid[tile] ? row : 0];
             }
-            issue<HIDDEN>(own, ring + filling, t);
+            issue<HIDDEN>(own, ring_address + filling, t);
         } else if (k < up_own + down_own) {
             const u32 id = warp + (k - up_own) * WARPS, rest = id / splits_of(INTERMEDIATE), base = rest % down_tiles * 16;
             own.split = id % splits_of(INTERMEDIATE), own.second = base + 8 < rows;
@@ -259,7 +261,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
                 own.valid[tile] = row < rows;
                 own.codes[tile] = shared.packed[rest / down_tiles].w2 + (row0 + (own.valid[tile] ? row : 0)) * u64(INTERMEDIATE / 2);
             }
-            issue<INTERMEDIATE>(own, ring + filling, t);
+            issue<INTERMEDIATE>(own, ring_address + filling, t);
         }
         filling = after(filling);
     };

@@ -275,8 +275,8 @@ inline u32 max_u32(u32 a, u32 b) { return std::max(a, b); }
 inline uint4 load_shared_by_grid(const void* address) { return *static_cast<const uint4*>(address); }
 
 template <int BYTES>
-void copy_async(void* to, const void* from, bool valid) {
-    host::grid.now->open.push_back({to, from, BYTES, valid});
+void copy_async(u32 to, const void* from, bool valid) {
+    host::grid.now->open.push_back({shared_memory() + to, from, BYTES, valid});
 }
 inline void copy_async_commit() {
     host::grid.now->groups.push_back(std::move(host::grid.now->open));
