@@ -36,7 +36,7 @@ HOST = Path(__file__).parent / "cuda_host"
 HOPPER = Limits((9, 0), 3, 232448)
 TURING = Limits((7, 5), 2, 65536)
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]  # compiles every kernel
 
 
 class HostMemory:
