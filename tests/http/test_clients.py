@@ -108,20 +108,20 @@ def test_chat_streams_what_it_answers(served: Served) -> None:
 
 
 def test_effort_numbers_and_none(served: Served) -> None:
-    def ids(effort: Any) -> list[int]:
+    def ids(effort: Any, most: int = 2) -> list[int]:
         body = served.post(
-            "/v1/chat/completions", messages=HELLO, max_tokens=16, reasoning_effort=effort, return_token_ids=True, temperature=0
+            "/v1/chat/completions", messages=HELLO, max_tokens=most, reasoning_effort=effort, return_token_ids=True, temperature=0
         )
         assert body.status_code == 200, body.text
         answer = body.json()
-        assert answer["usage"]["completion_tokens"] <= 16
+        assert answer["usage"]["completion_tokens"] <= most
         if effort != "none":
-            assert 1 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 16
+            assert 1 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= most
         assert answer["choices"][0]["finish_reason"] in ("length", "stop")
         found: list[int] = answer["choices"][0]["prompt_token_ids"]
         return found
 
-    assert ids(75) == ids("high") == ids(None)
+    assert ids(75) == ids("high") == ids(None, 16)
     assert ids(50) == ids("low")
     assert len({tuple(ids(effort)) for effort in (1, 100, 75, "none")}) == 4
     assert ids(100) == ids("max")

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from evrun.expert_worker.wire.errors import UsageError
 from evrun.expert_worker.wire.requests import Finished, Started, Token
-from evrun.launch.http import body
+from evrun.launch.http import body, config
 from evrun.launch.http.chat import Chat
 from evrun.launch.http.completions import Completion
 from evrun.launch.http.config import serve_settings
@@ -273,8 +273,8 @@ class Hasty(GuardedProtocol):
 def test_connections_that_say_or_take_nothing_are_closed() -> None:
     async def play() -> None:
         huge = Response(b"x" * (16 << 20))
-        config = uvicorn.Config(huge, http=Hasty, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
+        settled = uvicorn.Config(huge, http=Hasty, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(settled)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.create_task(server._serve([listener]))
             address = listener.getsockname()
@@ -318,3 +318,10 @@ def test_a_standing_process_comes_back_until_it_never_works() -> None:
     refused = Standing("coordinator")
     refused.start()
     assert refused.die(1.0, 3, "exited with 3") is not None
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.check_libraries()
+    monkeypatch.setitem(config.LIBRARIES, "a_module_that_is_not_there", "its-package")
+    with pytest.raises(UsageError, match=r"the extra `serve` \(its-package missing\); run `pip install 'evrun\[serve\]'`"):
+        config.check_libraries()
