@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 
 import click
@@ -13,4 +13,4 @@ import click
 def command(arguments: tuple[str, ...]) -> None:
     """Measure; every figure beside its floor. `evrun bench --help` lists the benchmarks."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "evrun.bench", *arguments])
+    raise click.exceptions.Exit(subprocess.call([sys.executable, "-m", "evrun.bench", *arguments]))

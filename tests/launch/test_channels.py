@@ -47,6 +47,7 @@ def test_the_progress_record_is_read() -> None:
             heart = heartbeat.Heart(view, 3, 77)
             heart.begin(5, 1)
             found = made.beat(0)
+            del heart  # it holds a view of the memory
         assert found is not None
         assert (found.incarnation, found.pid, found.state, found.layer) == (3, 77, "serving", 5)
 
