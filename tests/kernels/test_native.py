@@ -67,14 +67,13 @@ def defined_linear(x: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> np.n
     w[:, :k] = formats.dequantise_fp4_rows(codes, scales)
     v = np.zeros((len(x), padded))
     v[:, :k] = x
-    octets = np.einsum("tog,nog->tno", v.reshape(len(x), -1, 8), w.reshape(n, -1, 8)).astype(np.float32)  # exact in fp64
-    lanes = np.zeros((len(x), n, 16), np.float32)
-    for start in range(0, octets.shape[2], 16):
-        lanes += octets[:, :, start : start + 16]
-    while lanes.shape[2] > 1:
-        half = lanes.shape[2] // 2
-        lanes = lanes[:, :, :half] + lanes[:, :, half:]
-    return lanes[:, :, 0]
+    sums = np.einsum("tgk,ngk->tng", v.reshape(len(x), -1, 32), w.reshape(n, -1, 32)).astype(np.float32)  # exact in fp64
+    lanes = np.zeros((len(x), n, 8), np.float32)
+    for start in range(0, sums.shape[2], 8):
+        lanes += sums[:, :, start : start + 8]
+    pairs = lanes[:, :, ::2] + lanes[:, :, 1::2]
+    fours = pairs[:, :, :2] + pairs[:, :, 2:]
+    return fours[:, :, 0] + fours[:, :, 1]
 
 
 def fp32_silu(g: np.ndarray) -> np.ndarray:

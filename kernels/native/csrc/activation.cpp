@@ -27,25 +27,20 @@ void TokenStore::put(int token, int group, const Group &value) {
     const size_t block = static_cast<size_t>(group / kBlockGroups);
     const int inside = group % kBlockGroups;
     uint8_t *out = base + block * kTokenBlock;
-    for (int v = 0; v < kVectors; ++v) {
-        int16_t high[8];
-        for (int j = 0; j < 8; ++j) high[j] = static_cast<int16_t>(value.value[high_code(v, j)] >> kLowBits);
-        std::memcpy(out + high_position(inside, v, 0), high, sizeof high);
+    for (int v = 0; v < kHighVectors; ++v) {
+        const int16_t pair[2] = {static_cast<int16_t>(value.value[high_code(v, 0)] >> kLowBits),
+                                 static_cast<int16_t>(value.value[high_code(v, 1)] >> kLowBits)};
+        std::memcpy(out + high_position(inside, v, 0) * 2, pair, sizeof pair);
     }
-    uint8_t low[2][kGroup / 2], any = 0;
-    for (int j = 0; j < kGroup / 2; ++j) {
-        low[0][j] = static_cast<uint8_t>(value.value[2 * j]);
-        low[1][j] = static_cast<uint8_t>(value.value[2 * j + 1]);
-        any |= low[0][j] | low[1][j];
+    uint8_t *lows = base + low_offset_ + block * kBlock, any = 0;
+    for (int code = 0; code < kGroup; ++code) {
+        const uint8_t low = static_cast<uint8_t>(value.value[code]);
+        lows[low_position(inside, code)] = low;
+        any |= low;
     }
-    uint8_t *lows = base + low_offset_ + block * kBlock;
-    std::memcpy(lows + low_position(inside, 0), low[0], sizeof low[0]);
-    std::memcpy(lows + low_position(inside, 1), low[1], sizeof low[1]);
     base[used_offset_ + static_cast<size_t>(group)] = any != 0;
-    const float scale = power_of_two(value.exponent - 1);
-    const float lanes[4] = {scale, scale, scale, scale};
-    std::memcpy(out + kLaneScales + inside * 16, lanes, sizeof lanes);
-    std::memcpy(out + group_scale(inside), &scale, sizeof scale);
+    const float scale = power_of_two(value.exponent + kLowBits - 1);
+    std::memcpy(out + kTokenScales + lane_of(inside) * 4, &scale, sizeof scale);
     const int16_t exponent = static_cast<int16_t>(value.exponent);
     std::memcpy(base + exponent_offset_ + static_cast<size_t>(group) * 2, &exponent, 2);
 }

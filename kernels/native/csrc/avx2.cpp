@@ -22,8 +22,7 @@ inline __m256i code_values() {
     return _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
 }
 
-// Eight scale bytes -> fp32, groups 0 2 4 6 in the lower half and 1 3 5 7 in the upper, so that `step_scales` needs no
-// move between the halves. A byte becomes the exponent; byte 0 is 2^-127, a subnormal.
+// Eight scale bytes -> fp32 in the order of lanes. A byte becomes the exponent; byte 0 is 2^-127, a subnormal.
 inline __m256 scale_values(uint64_t bytes) {
     const __m256i where = _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6,  //
                                            -1, -1, -1, 1, -1, -1, -1, 3, -1, -1, -1, 5, -1, -1, -1, 7);
@@ -31,17 +30,11 @@ inline __m256 scale_values(uint64_t bytes) {
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_srli_epi32(spread, 1), _mm256_set1_epi32(0x00400000)));
 }
 
-// The scales of the two groups of a step, one a lane.
-template <int kStep>
-inline __m256 step_scales(__m256 scales) {
-    return _mm256_permute_ps(scales, kStep * 0x55);
-}
-
-inline float add_lanes(__m256 lower, __m256 upper) {
-    const __m256 eight = _mm256_add_ps(lower, upper);
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+// The lanes are l0 l2 l4 l6 l1 l3 l5 l7.
+inline float add_lanes(__m256 lanes) {
+    const __m128 pairs = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    const __m128 fours = _mm_add_ps(pairs, _mm_movehl_ps(pairs, pairs));
+    return _mm_cvtss_f32(_mm_add_ss(fours, _mm_movehdup_ps(fours)));
 }
 
 inline uint64_t load_scales(const uint8_t *p) {
@@ -88,29 +81,43 @@ void extremes(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most)
     *most = high;
 }
 
-// The weights of one step: as int8, lower and upper nibbles apart, and as int16 in the upper byte (layout.h).
-struct Weights {
-    __m256i lower, upper, v[kVectors];
+// Keeps the compiler from rearranging sums until they no longer fit into the registers, and from loading a vector twice.
+EVRUN_INLINE void settle(__m256i &v) { asm("" : "+x"(v)); }
+
+// The packed words of a block, word w of each group in its lane.
+struct Words {
+    __m256i word[4];
 };
 
-EVRUN_INLINE Weights unpack(const uint8_t *codes) {
-    const __m256i nibble = _mm256_set1_epi8(15), second = _mm256_set1_epi16(static_cast<int16_t>(0xFF00));
-    const __m256i packed = load(codes);
-    const __m256i lower = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(packed, nibble));
-    const __m256i upper = _mm256_shuffle_epi8(code_values(), _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble));
-    return {lower, upper, {_mm256_slli_epi16(lower, 8), _mm256_and_si256(lower, second), _mm256_slli_epi16(upper, 8), _mm256_and_si256(upper, second)}};
+EVRUN_INLINE Words transpose(const uint8_t *codes) {
+    const __m256i a = load(codes), b = load(codes + 32), c = load(codes + 64), d = load(codes + 96);
+    const __m256i ab_low = _mm256_unpacklo_epi32(a, b), ab_high = _mm256_unpackhi_epi32(a, b);
+    const __m256i cd_low = _mm256_unpacklo_epi32(c, d), cd_high = _mm256_unpackhi_epi32(c, d);
+    return {{_mm256_unpacklo_epi64(ab_low, cd_low), _mm256_unpackhi_epi64(ab_low, cd_low), _mm256_unpacklo_epi64(ab_high, cd_high),
+             _mm256_unpackhi_epi64(ab_high, cd_high)}};
 }
 
-// Sums of the eight octets of one step, of high digits; `x`: the token's block.
-EVRUN_INLINE __m256i high_octets(const Weights &w, const uint8_t *x, int step) {
-    const auto product = [&](int v) { return _mm256_madd_epi16(w.v[v], load(x + high_offset(step, v))); };
-    return _mm256_add_epi32(_mm256_add_epi32(product(0), product(1)), _mm256_add_epi32(product(2), product(3)));
+// 2w of the lower and of the upper nibbles of a word, as int8.
+struct Nibbles {
+    __m256i lower, upper;
+};
+
+EVRUN_INLINE Nibbles decode(__m256i word) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    return {_mm256_shuffle_epi8(code_values(), _mm256_and_si256(word, nibble)),
+            _mm256_shuffle_epi8(code_values(), _mm256_and_si256(_mm256_srli_epi16(word, 4), nibble))};
 }
 
-// The same of low digits; `x`: the token's low digits of the block. A 16-bit sum is at most 4 * 255 * 12.
-EVRUN_INLINE __m256i low_octets(__m256i lower, __m256i upper, const uint8_t *x, int step) {
-    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(load(x + low_offset(step, 0)), lower), _mm256_maddubs_epi16(load(x + low_offset(step, 1)), upper));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+// One word's products with its two vectors of low digits in 16 bits: at most 4 * 255 * 12, so that two words can be added.
+EVRUN_INLINE __m256i low_products(__m256i lower, __m256i upper, const uint8_t *low, int word) {
+    return _mm256_add_epi16(_mm256_maddubs_epi16(load(low + word * 64), lower), _mm256_maddubs_epi16(load(low + word * 64 + 32), upper));
+}
+
+EVRUN_INLINE __m256i widen(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+
+// high + low / 256, rounded once.
+inline __m256 join(__m256i high, __m256i low) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(low), _mm256_set1_ps(1.0f / (1 << kLowBits)), _mm256_cvtepi32_ps(high));
 }
 
 // Not the intrinsic: GCC 12 drops it from the loops below. Codes are used once; scales are read twice.
@@ -120,69 +127,83 @@ EVRUN_INLINE void fetch_scales(const uint8_t *p) { asm volatile("prefetcht0 %0" 
 // How far ahead codes are fetched, at least. Whole rows, so that the fetches of a row run through one linear piece.
 constexpr int kAheadBytes = 2048;
 
-// Lanes of one row and kTokens tokens.
-template <int kTokens>
-struct Lanes {
-    __m256 lower[kTokens], upper[kTokens];
-};
-
-// `kLow`: low digits are added whether a group has some or not; else where it has.
-template <int kTokens, bool kLow, int kStep>
-EVRUN_INLINE void add_step(const uint8_t *codes, const Token *x, ptrdiff_t block, const __m256 *scales, const uint64_t *used, Lanes<kTokens> *lanes) {
-    const Weights w = unpack(codes + kStep * kStepBytes);
-    for (int t = 0; t < kTokens; ++t) {
-        __m256i sum = high_octets(w, x[t].blocks + block * kTokenBlock, kStep);
-        if (kLow || __builtin_expect((used[t] >> kStep * 16 & 0xFFFF) != 0, 0))
-            sum = _mm256_add_epi32(sum, low_octets(w.lower, w.upper, x[t].low + block * kBlock, kStep));
-        __m256 &lane = kStep % 2 ? lanes->upper[t] : lanes->lower[t];
-        lane = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), step_scales<kStep>(scales[t]), lane);
-    }
-}
-
+// One block of one row times kTokens tokens. `kLow`: low digits are added whether a block has some or not; else where it has.
 template <int kTokens, bool kLow>
-EVRUN_INLINE void add_block(const uint8_t *codes, uint64_t row_scales, const Token *x, ptrdiff_t block, Lanes<kTokens> *lanes) {
-    const __m256 w_scales = scale_values(row_scales);
-    __m256 scales[kTokens];
-    uint64_t used[kTokens];
+EVRUN_INLINE void add_block(const uint8_t *codes, uint64_t row_scales, const Token *x, ptrdiff_t block, __m256 *lanes) {
+    const __m256i odd = _mm256_set1_epi16(static_cast<int16_t>(0xFF00));
+    const Words words = transpose(codes);
+    const uint8_t *digits[kTokens], *lows[kTokens];
+    bool with_low[kTokens];
+    __m256i high[kTokens], low[kTokens];
     for (int t = 0; t < kTokens; ++t) {
-        scales[t] = _mm256_mul_ps(w_scales, _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + block * kTokenBlock + kGroupScales)));
-        used[t] = load_scales(x[t].used + block * kBlockGroups);
+        digits[t] = x[t].blocks + block * kTokenBlock;
+        lows[t] = x[t].low + block * kBlock;
+        low[t] = _mm256_setzero_si256();
+        with_low[t] = kLow || __builtin_expect(load_scales(x[t].used + block * kBlockGroups) != 0, 0);
     }
-    add_step<kTokens, kLow, 0>(codes, x, block, scales, used, lanes);
-    add_step<kTokens, kLow, 1>(codes, x, block, scales, used, lanes);
-    add_step<kTokens, kLow, 2>(codes, x, block, scales, used, lanes);
-    add_step<kTokens, kLow, 3>(codes, x, block, scales, used, lanes);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        // The weights stand in the upper bytes, so that products are 256 times as large: those of two words fit into 31 bits.
+        __m256i sum[kTokens], low_sum[kTokens];
+        for (int t = 0; t < kTokens; ++t) low_sum[t] = _mm256_setzero_si256();
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            const int word = half * 2 + i;
+            const Nibbles n = decode(words.word[word]);
+            const __m256i weights[4] = {_mm256_slli_epi16(n.lower, 8), _mm256_and_si256(n.lower, odd), _mm256_slli_epi16(n.upper, 8),
+                                        _mm256_and_si256(n.upper, odd)};
+            for (int t = 0; t < kTokens; ++t) {
+                const auto product = [&](int v) { return _mm256_madd_epi16(weights[v], load(digits[t] + (word * 4 + v) * 32)); };
+                const __m256i products = _mm256_add_epi32(_mm256_add_epi32(product(0), product(1)), _mm256_add_epi32(product(2), product(3)));
+                sum[t] = i == 0 ? products : _mm256_add_epi32(sum[t], products);
+                settle(sum[t]);
+            }
+            for (int t = 0; t < kTokens; ++t)
+                if (with_low[t]) low_sum[t] = _mm256_add_epi16(low_sum[t], low_products(n.lower, n.upper, lows[t], word));
+        }
+        for (int t = 0; t < kTokens; ++t) {
+            const __m256i part = _mm256_srai_epi32(sum[t], 8);
+            high[t] = half ? _mm256_add_epi32(high[t], part) : part;
+            if (with_low[t]) low[t] = _mm256_add_epi32(low[t], widen(low_sum[t]));
+        }
+    }
+    const __m256 w_scales = scale_values(row_scales);
+    for (int t = 0; t < kTokens; ++t) {
+        const __m256 x_scales = _mm256_loadu_ps(reinterpret_cast<const float *>(digits[t] + kTokenScales));
+        const __m256 sum = with_low[t] ? join(high[t], low[t]) : _mm256_cvtepi32_ps(high[t]);
+        lanes[t] = _mm256_fmadd_ps(sum, _mm256_mul_ps(w_scales, x_scales), lanes[t]);
+    }
 }
 
 // One row times kTokens tokens: the weights of a step go from the packed codes into registers and no further.
 template <int kTokens, bool kLow>
 EVRUN_INLINE void row_times(const uint8_t *codes, const uint8_t *scales, int k, const uint8_t *ahead, const Token *x, float *y, ptrdiff_t stride) {
     const int full = k / kBlock;
-    Lanes<kTokens> lanes;
-    for (int t = 0; t < kTokens; ++t) lanes.lower[t] = lanes.upper[t] = _mm256_setzero_ps();
+    __m256 lanes[kTokens];
+    for (int t = 0; t < kTokens; ++t) lanes[t] = _mm256_setzero_ps();
     for (int b = 0; b < full; ++b) {
         fetch_codes(ahead + b * kBlockBytes);
         fetch_codes(ahead + b * kBlockBytes + 64);
-        add_block<kTokens, kLow>(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), x, b, &lanes);
+        add_block<kTokens, kLow>(codes + b * kBlockBytes, load_scales(scales + b * kBlockGroups), x, b, lanes);
     }
     if (k % kBlock) {
         const Tail tail(codes, scales, k);
-        add_block<kTokens, kLow>(tail.codes, tail.scales, x, full, &lanes);
+        add_block<kTokens, kLow>(tail.codes, tail.scales, x, full, lanes);
     }
-    for (int t = 0; t < kTokens; ++t) y[t * stride] = add_lanes(lanes.lower[t], lanes.upper[t]);
+    for (int t = 0; t < kTokens; ++t) y[t * stride] = add_lanes(lanes[t]);
 }
 
-// Whether most groups of some tokens have low digits: then they are added without asking. The sums are the same.
+// Whether most blocks of some tokens have low digits: then they are added without asking. The sums are the same.
 bool mostly_low(const Token *x, int tokens, int k) {
-    const int groups = k / kGroup;
+    const int blocks = blocks_of(k);
     int with = 0;
     for (int t = 0; t < tokens; ++t)
-        for (int g = 0; g < groups; ++g) with += x[t].used[g] != 0;
-    return 2 * with > tokens * groups;
+        for (int b = 0; b < blocks; ++b) with += load_scales(x[t].used + b * kBlockGroups) != 0;
+    return 2 * with > tokens * blocks;
 }
 
 // Up to so many tokens a row is not expanded.
-constexpr int kFewTokens = 16;
+constexpr int kFewTokens = 6;
 
 void few(const Rows &rows, const Token *x, int tokens, float *y) {
     const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup, stride = rows.count;
@@ -208,18 +229,17 @@ void few(const Rows &rows, const Token *x, int tokens, float *y) {
 
 // One block of one row, expanded (kernels.h).
 inline void expand_block(const uint8_t *codes, uint64_t scales, uint8_t *out) {
-    for (int step = 0; step < kSteps; ++step) {
-        const Weights w = unpack(codes + step * kStepBytes);
-        for (int v = 0; v < kVectors; ++v) store(out + high_offset(step, v), w.v[v]);
-        store(out + kRowBytes + low_offset(step, 0), w.lower);
-        store(out + kRowBytes + low_offset(step, 1), w.upper);
+    const Words words = transpose(codes);
+    for (int w = 0; w < 4; ++w) {
+        const Nibbles n = decode(words.word[w]);
+        store(out + (w * 4 + 0) * 32, _mm256_srai_epi16(_mm256_slli_epi16(n.lower, 8), 8));
+        store(out + (w * 4 + 1) * 32, _mm256_srai_epi16(n.lower, 8));
+        store(out + (w * 4 + 2) * 32, _mm256_srai_epi16(_mm256_slli_epi16(n.upper, 8), 8));
+        store(out + (w * 4 + 3) * 32, _mm256_srai_epi16(n.upper, 8));
+        store(out + kRowBytes + w * 64, n.lower);
+        store(out + kRowBytes + w * 64 + 32, n.upper);
     }
-    const __m256 scale = scale_values(scales);
-    float *lanes = reinterpret_cast<float *>(out + kRowScales);
-    _mm256_storeu_ps(lanes, step_scales<0>(scale));
-    _mm256_storeu_ps(lanes + 8, step_scales<1>(scale));
-    _mm256_storeu_ps(lanes + 16, step_scales<2>(scale));
-    _mm256_storeu_ps(lanes + 24, step_scales<3>(scale));
+    _mm256_storeu_ps(reinterpret_cast<float *>(out + kRowScales), scale_values(scales));
 }
 
 void expand(const Rows &rows, int first_row, int count, int first_block, int blocks, uint8_t *out) {
@@ -244,9 +264,6 @@ void expand(const Rows &rows, int first_row, int count, int first_block, int blo
 
 constexpr int kMicroRows = 4;
 
-// Keeps the compiler from rearranging sums until they no longer fit into the registers, and from loading a vector twice.
-inline void settle(__m256i &v) { asm("" : "+x"(v)); }
-
 // kMicroRows expanded rows, w_stride apart, times kTokens tokens over some blocks; lanes: those of the first row and token.
 template <int kTokens>
 void micro(const uint8_t *w, ptrdiff_t w_stride, const Token *tokens, ptrdiff_t first_block, int blocks, float *lanes) {
@@ -254,41 +271,40 @@ void micro(const uint8_t *w, ptrdiff_t w_stride, const Token *tokens, ptrdiff_t 
     for (int t = 0; t < kTokens; ++t)
         x[t] = {tokens[t].blocks + first_block * kTokenBlock, tokens[t].low + first_block * kBlock, tokens[t].used + first_block * kBlockGroups};
     for (int b = 0; b < blocks; ++b, w += kRowBlock) {
-#pragma GCC unroll 4
-        for (int step = 0; step < kSteps; ++step) {
-            __m256i sum[kTokens][kMicroRows];
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-                __m256i digits[kTokens];
-                for (int t = 0; t < kTokens; ++t) digits[t] = load(x[t].blocks + high_offset(step, v));
-                for (int r = 0; r < kMicroRows; ++r) {
-                    __m256i weights = load(w + r * w_stride + high_offset(step, v));
-                    settle(weights);
-                    for (int t = 0; t < kTokens; ++t) {
-                        const __m256i products = _mm256_madd_epi16(weights, digits[t]);
-                        sum[t][r] = v ? _mm256_add_epi32(sum[t][r], products) : products;
-                        settle(sum[t][r]);
-                    }
+        __m256i high[kTokens][kMicroRows];
+#pragma GCC unroll 16
+        for (int v = 0; v < kHighVectors; ++v) {
+            __m256i digits[kTokens];
+            for (int t = 0; t < kTokens; ++t) digits[t] = load(x[t].blocks + v * 32);
+            for (int r = 0; r < kMicroRows; ++r) {
+                __m256i weights = load(w + r * w_stride + v * 32);
+                settle(weights);
+                for (int t = 0; t < kTokens; ++t) {
+                    const __m256i products = _mm256_madd_epi16(weights, digits[t]);
+                    high[t][r] = v ? _mm256_add_epi32(high[t][r], products) : products;
+                    settle(high[t][r]);
                 }
             }
-            for (int t = 0; t < kTokens; ++t) {
-                uint16_t used;
-                std::memcpy(&used, x[t].used + step * 2, 2);
-                if (__builtin_expect(used, 0))
-                    for (int r = 0; r < kMicroRows; ++r) {
-                        const uint8_t *row = w + r * w_stride + kRowBytes;
-                        const __m256i low = low_octets(load(row + low_offset(step, 0)), load(row + low_offset(step, 1)), x[t].low, step);
-                        sum[t][r] = _mm256_add_epi32(sum[t][r], low);
-                        settle(sum[t][r]);
+        }
+        for (int t = 0; t < kTokens; ++t) {
+            const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + kTokenScales));
+            const bool with_low = __builtin_expect(load_scales(x[t].used) != 0, 0);
+            for (int r = 0; r < kMicroRows; ++r) {
+                const uint8_t *row = w + r * w_stride;
+                __m256 sum = _mm256_cvtepi32_ps(high[t][r]);
+                if (with_low) {
+                    __m256i low = _mm256_setzero_si256();
+                    for (int word = 0; word < 4; word += 2) {
+                        const uint8_t *bytes = row + kRowBytes + word * 64;
+                        low = _mm256_add_epi32(low, widen(_mm256_add_epi16(low_products(load(bytes), load(bytes + 32), x[t].low, word),
+                                                                           low_products(load(bytes + 64), load(bytes + 96), x[t].low, word + 1))));
                     }
-                const __m256 x_scale = _mm256_loadu_ps(reinterpret_cast<const float *>(x[t].blocks + kLaneScales) + step * 8);
-                float *lane = lanes + t * kLanes + step % 2 * 8;
-                for (int r = 0; r < kMicroRows; ++r, lane += kRowLanes) {
-                    const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(w + r * w_stride + kRowScales) + step * 8), x_scale);
-                    _mm256_storeu_ps(lane, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t][r]), scale, _mm256_loadu_ps(lane)));
+                    sum = join(high[t][r], low);
                 }
+                const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(reinterpret_cast<const float *>(row + kRowScales)), x_scale);
+                float *lane = lanes + r * kRowLanes + t * kLanes;
+                _mm256_storeu_ps(lane, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(lane)));
             }
-            asm("" : : : "memory");  // lanes stay in memory: kept in registers for the next step they would only be spilled
         }
         for (int t = 0; t < kTokens; ++t) x[t] = {x[t].blocks + kTokenBlock, x[t].low + kBlock, x[t].used + kBlockGroups};
     }
@@ -316,7 +332,7 @@ void many(const Rows &rows, const Token *x, int tokens, float *y, const Scratch 
             for (int r = 0; r < height; ++r)
                 for (int t = 0; t < count; ++t) {
                     const float *lanes = scratch.lanes + r * kRowLanes + t * kLanes;
-                    y[static_cast<ptrdiff_t>(first + t) * rows.count + row + r] = add_lanes(_mm256_loadu_ps(lanes), _mm256_loadu_ps(lanes + 8));
+                    y[static_cast<ptrdiff_t>(first + t) * rows.count + row + r] = add_lanes(_mm256_loadu_ps(lanes));
                 }
         }
     }

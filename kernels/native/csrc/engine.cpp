@@ -301,9 +301,9 @@ void Engine::mend(const Rows &rows, const Inputs &inputs, int32_t index, uint8_t
         std::fill_n(y, rows.count, std::nanf(""));
         return;
     }
-    // A lane adds fewer than k / 8 octets below 2^31 units of 2^(range - 1 + byte - 127); below `low`, terms could vanish
-    // that matter to the sum.
-    const int top = 126 - 31 - static_cast<int>(std::ceil(std::log2(rows.k / 8 + 1)));
+    // A lane adds at most k / 32 sums below 2^32 units of 2^(range - 1 + byte - 127); below `low`, terms could vanish that
+    // matter to the sum.
+    const int top = 126 - 32 - static_cast<int>(std::ceil(std::log2(rows.k / kGroup + 1)));
     const int high = top + 128 - range, low = -90 + 128 - range;
     if (most <= high && least >= low) return;
     for (int32_t r = 0; r < rows.count; ++r) {

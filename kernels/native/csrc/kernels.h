@@ -24,10 +24,10 @@ constexpr int kManyRows = 32;
 constexpr int kManyBlocks = 5;
 constexpr int kTokensAtOnce = 64;
 
-// An expanded block: 2w as int16 in the upper byte, the same as int8 (both in the order of the digits), a scale a lane.
+// An expanded block: 2w as int16 and as int8, in the order of the digits, then a scale a lane.
 constexpr int kRowBytes = kBlock * 2;
 constexpr int kRowScales = kRowBytes + kBlock;
-constexpr int kRowBlock = kRowScales + kBlockGroups * 4 * 4;
+constexpr int kRowBlock = kRowScales + kLanes * 4;
 
 constexpr ptrdiff_t kRowLanes = (kTokensAtOnce + 1) * kLanes;  // [kTokensAtOnce][kLanes], rows not 4096 bytes apart
 

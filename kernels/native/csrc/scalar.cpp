@@ -26,11 +26,7 @@ void expand(const Rows &rows, int r, int block, Codes *out) {
     for (int g = 0; g < count / kGroup; ++g) out->scale[g] = power_of_two(scales[g] - 127);
 }
 
-float add_lanes(float *lanes) {
-    for (int half = kLanes / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
+float add_lanes(const float *l) { return ((l[0] + l[1]) + (l[4] + l[5])) + ((l[2] + l[3]) + (l[6] + l[7])); }
 
 void extremes(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most) {
     uint8_t low = 255, high = 0;
@@ -42,12 +38,16 @@ void extremes(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most)
     *most = high;
 }
 
-// Adds the octets of one block of one row times one token to its lanes.
-void add_octets(const Codes &w, const int32_t *x, const float *scales, float *lanes) {
-    for (int octet = 0; octet < kBlock / 8; ++octet) {
-        int32_t sum = 0;
-        for (int k = octet * 8; k < octet * 8 + 8; ++k) sum += x[k] * w.value[k];
-        lanes[octet % kLanes] += static_cast<float>(sum) * (scales[octet / 4] * w.scale[octet / 4]);
+// Adds the groups of one block of one row times one token to its lanes.
+void add_groups(const Codes &w, const int32_t *x, const float *scales, float *lanes) {
+    for (int g = 0; g < kBlockGroups; ++g) {
+        int64_t sum = 0;  // just beyond 32 bits if all are at their largest
+        for (int half = 0; half < kGroup; half += kGroup / 2) {
+            int32_t part = 0;
+            for (int k = g * kGroup + half; k < g * kGroup + half + kGroup / 2; ++k) part += x[k] * w.value[k];
+            sum += part;
+        }
+        lanes[g] += static_cast<float>(sum) * (scales[g] * w.scale[g]);
     }
 }
 
@@ -66,9 +66,10 @@ void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scra
                     float scales[kBlockGroups];
                     for (int g = 0; g < kBlockGroups; ++g) {
                         read_group(x[token + t], block * kBlockGroups + g, values + g * kGroup);
-                        std::memcpy(&scales[g], x[token + t].blocks + static_cast<ptrdiff_t>(block) * kTokenBlock + group_scale(g), 4);
+                        std::memcpy(&scales[g], x[token + t].blocks + static_cast<ptrdiff_t>(block) * kTokenBlock + kTokenScales + lane_of(g) * 4, 4);
+                        scales[g] *= 1.0f / (1 << kLowBits);  // of the low digit
                     }
-                    for (int r = 0; r < count; ++r) add_octets(w[r], values, scales, lanes(r, t));
+                    for (int r = 0; r < count; ++r) add_groups(w[r], values, scales, lanes(r, t));
                 }
             }
             for (int r = 0; r < count; ++r)
