@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import golden
@@ -10,6 +11,7 @@ import pytest
 import torch
 from checkpoint_files import poke, write_mini
 
+from evrun.coordinator import engram_map
 from evrun.coordinator.models import registry
 from evrun.coordinator.weights import DenseLoader
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
@@ -113,3 +115,22 @@ def test_weights_outlive_the_mapping() -> None:
     assert torch.equal(loader.load("layers.0.attn.wq_a.weight"), before)
     assert loader.load("norm.weight").dtype == torch.bfloat16
     assert loader.load("layers.0.attn.attn_sink").dtype == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "dense_dtype"), [("bfloat16", "fp8"), ("float32", "bfloat16")])
+def test_every_tensor_is_made_on_the_device_that_was_asked_for(dtype: str, dense_dtype: str) -> None:
+    """On torch's `meta` device: a tensor made elsewhere, or a value looked at on the way, would raise."""
+    found = golden.checkpoint("full")
+    ids = engram_map.token_map(found.directory / "tokenizer.json", found.config.vocab_size)
+    model = registry.load_model(
+        found, dtype=dtype, numerics="reference", dense_dtype=dense_dtype, device="meta", token_map=ids, progress=lambda done, what: None
+    )
+    state = model.new_state(50)
+
+    def experts(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
+        assert {x.device.type, ids.device.type, weights.device.type} == {"meta"}
+        return lambda: torch.zeros(x.shape, device="meta")
+
+    logits = model.forward(range(40), state, experts, logits="all")
+    assert (logits.device.type, logits.shape) == ("meta", (40, found.config.vocab_size))
+    assert model.forward([3], state, experts).shape == (1, found.config.vocab_size)

@@ -33,7 +33,7 @@ class HyperConnection:
         n = config.hc_mult
         self._fn = fn
         self._base = base
-        self._scale = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device))
+        self._scale = torch.cat([factor.expand(size) for factor, size in zip(scale, (n, n, n * n), strict=True)])
         self._streams = n
         self._iterations = config.hc_sinkhorn_iters
         self._hc_eps = config.hc_eps

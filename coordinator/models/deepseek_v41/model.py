@@ -39,10 +39,10 @@ class Parts:
 class DeepseekV41:
     """coordinator.models.interface.Model.
 
-    Memory of a forward call beside weights and state, in units of T (tokens of the call) x streams x hidden x 4 bytes:
-    about 8 for the residual streams and their fp32 copies, 12 in an Engram layer; everything else is done in pieces of
-    16 MiB (expanded weights, gathered keys, scores), and logits "all" takes T x vocabulary x 4 bytes. At the release's
-    sizes and T = 512: below 0.6 GiB.
+    Memory of a forward call beside weights and state: a few copies of the residual streams (T x streams x hidden x 4 bytes)
+    and of the queries (T x heads x head_dim x 4); what would grow faster is done in pieces of 4 to 16 MiB (expanded weights,
+    gathered keys, scores), and logits "all" takes T x vocabulary x 4 bytes. Measured at the release's widths and T = 512:
+    0.22 GiB.
     """
 
     def __init__(self, config: ModelConfig, parts: Parts, arithmetic: Arithmetic, device: torch.device) -> None:
