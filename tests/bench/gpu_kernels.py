@@ -131,8 +131,10 @@ def copy_rate(device: cuda.CompilingDevice, stream: Stream) -> float:
     return 2 * size / statistics.median(times)
 
 
-def time_calls(device: cuda.CompilingDevice, stream: Stream, backend: CudaBackend, inputs: Inputs, tables: Sequence[int], experts: int, out: int,
-               combine: Combine = "partial", graph: bool = True, repeats: int = 15) -> float:  # fmt: skip
+def time_calls(
+    device: cuda.CompilingDevice, stream: Stream, backend: CudaBackend, inputs: Inputs, tables: Sequence[int], experts: int, out: int,
+    combine: Combine = "partial", graph: bool = True, repeats: int = 15,
+) -> float:  # fmt: skip
     """Seconds of one call: the median over `repeats` rounds, each a call per table."""
 
     def calls() -> None:
@@ -180,8 +182,8 @@ def measure(device: cuda.CompilingDevice, cases: Sequence[tuple[int, int, str, s
         size, flops = used * ROW_BYTES, pairs * 6 * HIDDEN * INTERMEDIATE
         floor = max(size / rate, flops / BF16_PEAK)
         result = {
-            "backend": backend.name, "tokens": tokens, "experts": used, "numerics": numerics, "dtype": dtype, "seconds": seconds, "bytes": size,
-            "gb_per_s": size / seconds / 1e9, "tflop_per_s": flops / seconds / 1e12, "floor_seconds": floor, "ratio": seconds / floor,
+            "backend": backend.name, "tokens": tokens, "experts": used, "numerics": numerics, "dtype": dtype,
+            "seconds": seconds, "bytes": size, "gb_per_s": size / seconds / 1e9, "tflop_per_s": flops / seconds / 1e12, "floor_seconds": floor, "ratio": seconds / floor,
         }  # fmt: skip
         if tokens == 1:
             result["seconds_launched_one_by_one"] = time_calls(device, stream, backend, inputs, tables, experts, out.address, graph=False)
