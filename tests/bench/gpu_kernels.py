@@ -183,7 +183,8 @@ def measure(device: cuda.CompilingDevice, cases: Sequence[tuple[int, int, str, s
         floor = max(size / rate, flops / BF16_PEAK)
         result = {
             "backend": backend.name, "tokens": tokens, "experts": used, "numerics": numerics, "dtype": dtype,
-            "seconds": seconds, "bytes": size, "gb_per_s": size / seconds / 1e9, "tflop_per_s": flops / seconds / 1e12, "floor_seconds": floor, "ratio": seconds / floor,
+            "seconds": seconds, "bytes": size,
+            "gb_per_s": size / seconds / 1e9, "tflop_per_s": flops / seconds / 1e12, "floor_seconds": floor, "ratio": seconds / floor,
         }  # fmt: skip
         if tokens == 1:
             result["seconds_launched_one_by_one"] = time_calls(device, stream, backend, inputs, tables, experts, out.address, graph=False)
