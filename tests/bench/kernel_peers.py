@@ -25,8 +25,8 @@ import numpy.typing as npt
 from evrun.kernels import bench_cpu, formats
 from evrun.kernels.api import Row
 
-MXFP4, F32 = 39, 0
-"""ggml's numbers of the two types."""
+MXFP4, F32, I32 = 39, 0, 26
+"""ggml's numbers of the types."""
 
 
 class InitParams(ctypes.Structure):
@@ -42,7 +42,8 @@ class Ggml:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self.init = self._function("ggml_init", pointer, InitParams)
         self.tensor = self._function("ggml_new_tensor_2d", pointer, pointer, number, ctypes.c_int64, ctypes.c_int64)
-        self.mul_mat = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
+        self.tensor3 = self._function("ggml_new_tensor_3d", pointer, pointer, number, *[ctypes.c_int64] * 3)
+        self.mul_mat_id = self._function("ggml_mul_mat_id", pointer, pointer, pointer, pointer, pointer)
         self.mul = self._function("ggml_mul", pointer, pointer, pointer, pointer)
         self.silu = self._function("ggml_silu", pointer, pointer, pointer)
         self.clamp = self._function("ggml_clamp", pointer, pointer, pointer, ctypes.c_float, ctypes.c_float)
@@ -75,25 +76,27 @@ class Ggml:
 
 
 class GgmlPeer:
-    """An expert as three multiplications of ggml, all experts of a call in one graph. Holds its own copy of the weights."""
+    """A layer call as ggml's own models make it: three multiplications with expert ids. Holds its own copy of the weights.
+
+    Route weights and the sum over the experts of a token are left out, to the peer's favour.
+    """
 
     def __init__(self, ggml: Ggml, kind: str, work: bench_cpu.Work, threads: int, rows: Sequence[Row]) -> None:
         self.name = f"ggml-{kind}"
         self._ggml, self._work = ggml, work
-        buffer_type = ggml.repack() if kind == "repack" else ggml.plain()
-        self._context = ggml.context(3 * len(rows))
+        self._position = {id(row): i for i, row in enumerate(rows)}
+        self._kept = list(rows)
+        context = ggml.context(3)
         h, i = work.hidden, work.intermediate
-        self._weights = {id(row): [ggml.tensor(self._context, MXFP4, k, n) for n, k in ((i, h), (i, h), (h, i))] for row in rows}
-        if not ggml.allocate(self._context, buffer_type):
+        self._weights = [ggml.tensor3(context, MXFP4, k, n, len(rows)) for n, k in ((i, h), (i, h), (h, i))]
+        if not ggml.allocate(context, ggml.repack() if kind == "repack" else ggml.plain()):
             raise MemoryError(f"{self.name}: no memory for {len(rows)} experts")
-        for row in rows:
-            for tensor, codes, scales in zip(self._weights[id(row)], (row.w1, row.w3, row.w2), (row.s1, row.s3, row.s2), strict=True):
-                blocks = mxfp4(codes, scales)
-                ggml.set(tensor, blocks.ctypes.data, 0, blocks.nbytes)
+        for tensor, codes, scales in zip(self._weights, ("w1", "w3", "w2"), ("s1", "s3", "s2"), strict=True):
+            blocks = np.concatenate([mxfp4(getattr(row, codes), getattr(row, scales)) for row in rows])
+            ggml.set(tensor, blocks.ctypes.data, 0, blocks.nbytes)
         self._backend = ggml.cpu.ggml_backend_cpu_init()
         ggml.cpu.ggml_backend_cpu_set_n_threads(self._backend, threads)
-        self._graphs: dict[tuple[int, ...], tuple[int, int, list[int]]] = {}
-        self._kept = list(rows)
+        self._graphs: dict[tuple[int, int], tuple[int, int, int, int]] = {}
 
     def call(
         self,
@@ -106,37 +109,35 @@ class GgmlPeer:
         combine: str,
         beat: Any = None,
     ) -> int:
-        """Every expert on every token, as the bench asks; route weights are left to the caller, who has the same for all."""
+        """Every expert on every token, as the bench asks."""
         ggml = self._ggml
-        graph, source, results = self._graph(len(x), rows)
+        graph, source, chosen, result = self._graph(len(x), len(rows))
         values = np.ascontiguousarray(formats.bfloat16_bits_to_float32(x) if x.dtype == np.uint16 else x, np.float32)
+        names = np.tile(np.array([self._position[id(row)] for row in rows], np.int32), (len(x), 1))
         ggml.set(source, values.ctypes.data, 0, values.nbytes)
+        ggml.set(chosen, names.ctypes.data, 0, names.nbytes)
         if ggml.compute(self._backend, graph):
             raise RuntimeError(f"{self.name}: the graph failed")
-        out[:] = 0
-        part = np.empty_like(values)
-        for position, result in enumerate(results):
-            ggml.get(result, part.ctypes.data, 0, part.nbytes)
-            out += part * weights[:, position, None]
+        self.last = np.empty((len(x), len(rows), self._work.hidden), np.float32)
+        ggml.get(result, self.last.ctypes.data, 0, self.last.nbytes)
         return len(x) * len(rows)
 
-    def _graph(self, tokens: int, rows: Sequence[Row]) -> tuple[int, int, list[int]]:
-        key = (tokens, *map(id, rows))
+    def _graph(self, tokens: int, experts: int) -> tuple[int, int, int, int]:
+        key = tokens, experts
         if key not in self._graphs:
             ggml, limit = self._ggml, self._work.swiglu_limit
-            context = ggml.context(16 * len(rows) + 4096)
-            source = ggml.tensor(context, F32, self._work.hidden, tokens)
+            context = ggml.context(4096)
+            source = ggml.tensor3(context, F32, self._work.hidden, 1, tokens)
+            chosen = ggml.tensor(context, I32, experts, tokens)
+            w1, w3, w2 = self._weights
+            gate = ggml.silu(context, ggml.clamp(context, ggml.mul_mat_id(context, w1, source, chosen), -3e38, limit))
+            up = ggml.clamp(context, ggml.mul_mat_id(context, w3, source, chosen), -limit, limit)
+            result = ggml.mul_mat_id(context, w2, ggml.mul(context, gate, up), chosen)
             graph = ggml.graph(context)
-            results = []
-            for row in rows:
-                w1, w3, w2 = self._weights[id(row)]
-                gate = ggml.silu(context, ggml.clamp(context, ggml.mul_mat(context, w1, source), -3e38, limit))
-                up = ggml.clamp(context, ggml.mul_mat(context, w3, source), -limit, limit)
-                results.append(ggml.mul_mat(context, w2, ggml.mul(context, gate, up)))
-                ggml.expand(graph, results[-1])
+            ggml.expand(graph, result)
             if not ggml.allocate(context, ggml.plain()):
                 raise MemoryError(f"{self.name}: no memory for a graph")
-            self._graphs[key] = graph, source, results
+            self._graphs[key] = graph, source, chosen, result
         return self._graphs[key]
 
 
