@@ -4,10 +4,13 @@ TORCH ?= torch
 VENV ?= .venv
 ROOMS = -p evrun.bench -p evrun.coordinator -p evrun.expert_worker -p evrun.kernels -p evrun.launch
 
-.PHONY: test install check slow long native bench
+.PHONY: test again install check slow long native bench
 
 test: check
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n 2 --dist loadfile
+
+again:
+	$(VENV)/bin/pytest --lf --lfnf=none $(ONLY)
 
 install:
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -21,7 +24,7 @@ check: install
 	$(VENV)/bin/python -c "from evrun.kernels import native; assert native.probe() is None, native.probe()"
 
 slow: install
-	$(VENV)/bin/pytest -m "slow and not gpu"
+	$(VENV)/bin/pytest -m "slow and not gpu and not multi_gpu"
 
 long: install
 	$(VENV)/bin/pytest -m "long and not gpu"
