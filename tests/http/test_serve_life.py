@@ -14,6 +14,8 @@ from runs import GOLDEN, Evrun
 from served import Served, events, serving, until
 from test_life import slow_script
 
+pytestmark = pytest.mark.slow
+
 MINIMAL = GOLDEN / "minimal" / "checkpoint"
 IDS = [0, 3, 17, 60]
 

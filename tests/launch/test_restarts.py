@@ -7,6 +7,8 @@ from command import CHECKPOINT, World
 
 from evrun.launch import control
 
+pytestmark = pytest.mark.slow
+
 BASE = ("launch", "--checkpoint", str(CHECKPOINT), "--world", "2")
 
 
