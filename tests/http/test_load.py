@@ -32,7 +32,7 @@ def request_bytes(front: Alone, fields: dict[str, Any]) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_idle_sockets_and_slow_readers_cost_a_normal_request_nothing() -> None:
     with alone(max_queue=40) as front:
 
@@ -153,7 +153,7 @@ class Delays:
         self.found.append(time.perf_counter() - float(token.text))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_front_end_adds_to_a_token() -> None:
     """From the engine's hand to the client's, against the connection that `evrun generate` uses."""
     new = 200
