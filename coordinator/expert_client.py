@@ -84,10 +84,7 @@ class ExpertClient:
         call = LayerCall(layer, slot, tokens, own_ids, np.bincount(own_ids.ravel()).tolist(), [])
         self._call = call
         self._await_live()
-        for rank, experts in deal(call.ids.ravel().tolist(), self._fleet.live(), self._spec.deal).items():
-            piece = Piece(experts)
-            call.open.append(piece)
-            self._fleet.ranks[rank].queue.append(piece)
+        self._deal_out(call, call.ids.ravel().tolist(), self._fleet.live())
         self._feed()
         return self._collect
 
@@ -145,14 +142,18 @@ class ExpertClient:
             for piece in call.homeless:
                 call.open.remove(piece)
             call.homeless.clear()
-            for rank, share in deal(experts, self._fleet.live(), self._spec.deal).items():
-                piece = Piece(share, sorted({c for e in share for c in causes[e]}))
-                call.open.append(piece)
-                self._fleet.ranks[rank].queue.append(piece)
+            self._deal_out(call, experts, self._fleet.live(), causes)
         for state in self._fleet.ranks:
             if state.free and state.queue:
                 self._keep_results_of(state.rank, call)
                 self._fleet.submit(state.rank, state.queue.popleft(), call.layer, call.slot, call.tokens)
+
+    def _deal_out(self, call: LayerCall, experts: list[int], ranks: list[int], causes: dict[int, list[str]] | None = None) -> None:
+        """Queue pieces of these experts at the ranks. `causes`: why each expert failed so far."""
+        for rank, share in deal(experts, ranks, self._spec.deal).items():
+            piece = Piece(share, sorted({c for e in share for c in causes[e]}) if causes else [])
+            call.open.append(piece)
+            self._fleet.ranks[rank].queue.append(piece)
 
     def _keep_results_of(self, rank: int, call: LayerCall) -> None:
         """The rank's result memory is about to be used again: copy what lies there."""
@@ -216,10 +217,7 @@ class ExpertClient:
             call.homeless.append(piece)
             return
         call.open.remove(piece)
-        for other, experts in deal(piece.experts, others, self._spec.deal).items():
-            part = Piece(experts, list(piece.causes))
-            call.open.append(part)
-            self._fleet.ranks[other].queue.append(part)
+        self._deal_out(call, piece.experts, others, dict.fromkeys(piece.experts, piece.causes))
 
     def _lost(self, event: Lost) -> None:
         call = self._call

@@ -1,6 +1,6 @@
 """The contract of the routed-expert kernels: what a backend gets and what it must give back.
 
-Backends are siblings (`reference`, `native`, `cuda`, `triton`), made by name in `registry`, and compute the same
+Backends are siblings (`reference`, `native`, `cuda`), the CPU's made by name in `registry`, and compute the same
 function; `reference` is the truth they are compared to. Arrays are numpy or raw device addresses, so that a worker
 on the native CPU backend imports no torch.
 

@@ -127,7 +127,7 @@ class DoorbellPort(ZmqPort):
             return False
         until = time.perf_counter() + self._spin_s
         while time.perf_counter() < until:
-            if self._requests.turn() != self._seen:
+            if self._rung():
                 return True
         return False
 
