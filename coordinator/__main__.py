@@ -10,6 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+from evrun.coordinator import sums
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import child
 
@@ -28,6 +29,8 @@ def main(spec_path: str) -> int:
     child.pin(spec.cpus, spec.threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
 
+    in_force = sums.steady() if spec.dtype == "float32" else {}
+
     from evrun.coordinator.fleet import Fleet, ShutdownError
     from evrun.expert_worker.wire import logs
     from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
@@ -35,6 +38,8 @@ def main(spec_path: str) -> int:
 
     logs.setup("coordinator", None, spec.incarnation, spec.log_level)
     log = logging.getLogger("coordinator")
+    if in_force:
+        log.info("float32: sums as on every machine (%s)", ", ".join(f"{name}={value}" for name, value in in_force.items()))
     fleet: Fleet | None = None
     try:
         checkpoint = Checkpoint.open(spec.checkpoint)

@@ -182,7 +182,3 @@ def relative_rms(found: Tensor, wanted: Tensor) -> float:
 def geometry(name: str) -> ModelConfig:
     return checkpoint(name).config
 
-
-def is_measured_cpu() -> bool:
-    """Whether sums come out in the order in which the data was made, as far as it was seen: x86 with AVX2 and no more."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
