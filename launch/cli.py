@@ -31,6 +31,7 @@ COMMANDS = {
     "kill": ("evrun.launch.commands.control:kill", "Send a signal to a rank's process."),
     "restart": ("evrun.launch.commands.control:restart", "Replace a rank's process, or revive it."),
     "stop": ("evrun.launch.commands.control:stop", "End a run."),
+    "inspect": ("evrun.launch.commands.inspect:command", "Check a checkpoint: whole, sound, the release."),
     "bench": ("evrun.launch.commands.bench:command", "Measure; every figure beside its floor."),
     "make-checkpoint": ("evrun.launch.make_checkpoint:make_checkpoint", "Write a checkpoint of any geometry."),
 }

@@ -34,9 +34,10 @@ class Findings:
         first, count = self._lines.get((where, what), (tensor, 0))
         self._lines[where, what] = (first, count + 1)
 
-    def lines(self) -> list[str]:
+    def by_place(self) -> list[tuple[str, str]]:
+        """(where, line) of every finding."""
         return [
-            f"{where}: {shown(first)}{f' and {count - 1} more' if count > 1 else ''}: {what}"
+            (where, f"{where}: {shown(first)}{f' and {count - 1} more' if count > 1 else ''}: {what}")
             for (where, what), (first, count) in self._lines.items()
         ]
 

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from evrun.expert_worker.wire.checkpoint.dtypes import ITEM_BYTES
 
 LENGTH_BYTES = 8
+LFS_POINTER = b"version "
+"""How the text file begins that `git clone` leaves where Git LFS is not installed."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_RANK = 8
@@ -52,6 +54,8 @@ def header_bytes(prefix: bytes, file_bytes: int) -> tuple[int, str]:
     """(length of the JSON part, "") from the first bytes of a file, or (0, what is wrong)."""
     if file_bytes < LENGTH_BYTES or len(prefix) < LENGTH_BYTES:
         return 0, f"expected a safetensors file, found {file_bytes} bytes (a header length alone takes {LENGTH_BYTES}); copy the file again"
+    if prefix[:LENGTH_BYTES] == LFS_POINTER:
+        return 0, f"expected a safetensors file, found a Git LFS pointer of {file_bytes} bytes: the file itself was not fetched; `git lfs pull`"
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         return 0, f"expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}: not a safetensors file; copy the file again"

@@ -17,22 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from evrun.expert_worker.wire.checkpoint.audit import Catalog
-from evrun.expert_worker.wire.checkpoint.config import ModelConfig, load_config
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.dtypes import ITEM_BYTES
 from evrun.expert_worker.wire.checkpoint.schema import EXPERT_PARTS, expert_name, expert_specs, is_engram_table, is_skipped
-from evrun.expert_worker.wire.checkpoint.shards import (
-    INDEX_FILE,
-    TOKENIZER_FILE,
-    Identity,
-    Shard,
-    changed,
-    extra_files,
-    file_problem,
-    identity_of,
-    identity_problem,
-    read_index,
-    read_shard,
-)
+from evrun.expert_worker.wire.checkpoint.shards import Identity, Shard, changed, identity_of
+from evrun.expert_worker.wire.checkpoint.survey import survey
 from evrun.expert_worker.wire.errors import CheckpointError
 
 U8 = npt.NDArray[np.uint8]
@@ -91,51 +80,10 @@ class Checkpoint:
         shard that is not the same file is refused.
         Raises CheckpointError with every problem found, one line each.
         """
-        directory = Path(directory)
-        problems = _directory_problems(directory)
-        if problems:
-            raise CheckpointError(str(directory), problems)
-        config: ModelConfig | None = None
-        try:
-            config = load_config(directory)
-        except CheckpointError as error:
-            problems += error.problems
-        if wrong := file_problem(directory / TOKENIZER_FILE):
-            problems.append(f"{directory / TOKENIZER_FILE}: {wrong}; copy the file again")
-        weight_map, total_size, wrong_index = read_index(directory / INDEX_FILE)
-        problems += wrong_index
-        if wrong_index:
-            raise CheckpointError(str(directory), problems)
-        catalog = Catalog(config) if config else None
-        by_shard = catalog.sort(weight_map, str(directory / INDEX_FILE)) if catalog else {}
-        shards: list[Shard] = []
-        warnings: list[str] = []
-        for file in sorted(set(weight_map.values())):
-            path = directory / file
-            shard, cause = read_shard(path)
-            if shard is None:
-                count = sum(f == file for f in weight_map.values())
-                problems.append(f"{path}: {cause}; the index places {count} tensors here, copy the file again")
-                continue
-            problems += [f"{path}: {line}" for line in shard.header.problems]
-            warnings += [f"{path}: {line}" for line in shard.header.warnings]
-            if identity is not None and (cause := identity_problem(shard, identity)):
-                problems.append(f"{path}: {cause}")
-            if catalog and not shard.header.problems:
-                catalog.take(str(path), len(shards), by_shard[file], shard.header)
-                ignored = len(shard.header.names) - len(by_shard[file])
-                if ignored > 0:
-                    warnings.append(f"{path}: {ignored} tensors that the index does not place here are ignored")
-            shards.append(shard.without_header())
-        problems += catalog.findings.lines() if catalog else []
-        if problems or config is None or catalog is None:
-            raise CheckpointError(str(directory), problems)
-        if total_size is not None and total_size != catalog.tensor_bytes:
-            found = f"metadata.total_size says {total_size} bytes, the tensors take {catalog.tensor_bytes}"
-            warnings.append(f"{directory / INDEX_FILE}: {found}")
-        extra = extra_files(directory, set(weight_map.values()))
-        warnings += [f"{directory / name}: not named by the index, ignored" for name in extra]
-        return cls(directory, config, shards, catalog, warnings)
+        found = survey(Path(directory), identity)
+        if found.problems or found.config is None or found.catalog is None:
+            raise CheckpointError(str(found.directory), [p.text for p in found.problems])
+        return cls(found.directory, found.config, found.shards, found.catalog, found.warnings)
 
     def identity(self) -> dict[str, Identity]:
         """Resolved shard path -> (device, inode, size, mtime_ns) of the files whose headers were read."""
@@ -184,18 +132,6 @@ class Checkpoint:
         if found is None:
             found = self._maps[shard] = _open_map(self._paths[shard], self._identities[shard])
         return found
-
-
-def _directory_problems(directory: Path) -> list[str]:
-    try:
-        os.listdir(directory)
-    except FileNotFoundError:
-        return [f"{directory}: expected a checkpoint directory, found nothing; check the path"]
-    except NotADirectoryError:
-        return [f"{directory}: expected a checkpoint directory, found a file; give the directory that holds {INDEX_FILE}"]
-    except OSError as error:
-        return [f"{directory}: cannot be read ({error.strerror}); check its permissions"]
-    return []
 
 
 def _open_map(path: Path, expected: Identity) -> mmap.mmap:

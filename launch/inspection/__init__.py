@@ -1,0 +1,1 @@
+"""`evrun inspect`: is this checkpoint whole and sound, and is it the release?"""
