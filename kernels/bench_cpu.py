@@ -2,7 +2,8 @@
 
 A round times, in turn, the read and every contender; each takes the next rows of the set, so that what it touches left
 the caches long ago. A ratio is the median over rounds of contender / read in that round: both saw the same minute of
-the machine. `busy_ratio` is the same of CPU time, which other processes disturb less.
+the machine. `busy_ratio` is the same of CPU time, which other processes disturb less. The peak is what vector multiply-adds on
+registers reach with the backend's own instruction set, for other backends with the best one here, in the same rounds.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LEAST_BYTES = 900_000_000
 EXPERTS_OF_A_CALL = 6
 SCALES = (117, 123)
 """2^-10 to 2^-4."""
+PEAK_STEPS = 2_000_000
 BASELINE = "torch"
 BASELINE_EXPERTS = 1
 
@@ -97,7 +99,7 @@ def run(
     baseline    time the torch reference as well: it expands the codes and multiplies
     peers       other contenders by name
     Every row: backend, tokens, threads, world, memory, numerics, dtype; seconds (median, one expert), bytes (one expert,
-    packed), gb_per_s, gflop_per_s, floor_seconds, ratio, busy_ratio, rounds.
+    packed), gb_per_s, gflop_per_s, peak_gflop_per_s (all threads), floor_seconds, ratio, busy_ratio, rounds.
     Raises NativeLibraryError.
     """
     work = work or Work()
@@ -122,10 +124,14 @@ def run(
 def _measure(work: Work, packed: _Packed, threads: int, rounds: int, contenders: Sequence[_Contender]) -> list[dict[str, Any]]:
     reader = native.create(work.shape, 1, 1, threads)
     floor = _Contender("read", 0, threads, reader)
+    machines = {c.backend.name: c.backend for c in contenders if isinstance(c.backend, native.NativeBackend)}
+    peaks: dict[str, list[float]] = {name: [] for name in (reader.name, *machines)}
     calls = {c.tokens: _Call(work, c.tokens) for c in contenders}
     experts = len(packed.rows)
     for _ in range(rounds):
         floor.time(experts, lambda: reader.read(packed.stretches))
+        for name, gflop_per_s in peaks.items():
+            gflop_per_s.append(_peak(machines.get(name, reader)))
         for c in contenders:
             size = 1 if c.slow else EXPERTS_OF_A_CALL
             groups = [packed.take(size) for _ in range(1 if c.slow else max(1, experts // c.tokens // size))]
@@ -144,6 +150,7 @@ def _measure(work: Work, packed: _Packed, threads: int, rounds: int, contenders:
             "bytes": work.row_bytes,
             "gb_per_s": work.row_bytes / seconds / 1e9,
             "gflop_per_s": 6 * work.hidden * work.intermediate * c.tokens / seconds / 1e9,
+            "peak_gflop_per_s": statistics.median(peaks[c.name if c.name in peaks else reader.name]),
             "floor_seconds": floor_seconds,
             "ratio": _ratio(c.seconds, floor.seconds),
             "busy_ratio": _ratio(c.busy, floor.busy),
@@ -151,6 +158,11 @@ def _measure(work: Work, packed: _Packed, threads: int, rounds: int, contenders:
         }
         for c in contenders
     ]
+
+
+def _peak(backend: native.NativeBackend) -> float:
+    start = time.perf_counter()
+    return backend.multiply_add(PEAK_STEPS) / (time.perf_counter() - start) / 1e9
 
 
 def _ratio(times: Sequence[float], floors: Sequence[float]) -> float:

@@ -1,22 +1,27 @@
 """The routed-expert function on one card, from addresses on the card to an address on the card.
 
 A call is launches on the caller's stream and nothing else: no allocation, no copy, no wait; it may be captured in a
-graph. One token takes one launch (a few, if the card's shared memory does not hold all its experts; as many as more
-tokens, if not even one), more tokens take six to eight.
+graph. `call` is for any number of tokens and takes six to eight launches; `call_single` is for one token and takes one (a
+few, if the card's shared memory does not hold all its experts; `single` is None if not even one).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from evrun.kernels.api import BadScaleError, Combine, FfnShape
 from evrun.kernels.cuda import plan as plans
 from evrun.kernels.cuda.compile import Unit
 from evrun.kernels.cuda.driver import Limits, Stream
 from evrun.kernels.cuda.errors import NonFiniteError
-from evrun.kernels.cuda.params import Call
+from evrun.kernels.cuda.params import ROW_BYTES, Call
+from evrun.kernels.cuda.single import SingleToken
 
 _THREADS = 256
 """Of the kernels that only move or round."""
@@ -49,6 +54,8 @@ class Card(Protocol):
 
     def pinned(self, size_bytes: int) -> _Word: ...
 
+    def copy_in(self, to: int, host: int, size_bytes: int, stream: Any) -> None: ...
+
     def fill(self, to: int, byte: int, size_bytes: int, stream: Any) -> None: ...
 
     def copy_out(self, host: int, source: int, size_bytes: int, stream: Any) -> None: ...
@@ -77,11 +84,11 @@ class CudaBackend:
         self.name = "cuda-wgmma" if self._multi.wgmma else "cuda-mma"
         units = plans.units(shape, num_experts, singles, self._multi)
         self._find_bad_scale = card.kernel(units.find_bad_scale, "find_bad_scale", 0, cache)
-        self._singles = [
+        kernels = [
             (plan, card.kernel(unit, "moe_single_token_fp4", plan.shared_bytes, cache))
             for plan, unit in zip(singles, units.single_token, strict=True)
         ]
-        if max_tokens > 1 or not self._singles:
+        if max_tokens > 1 or not kernels:
             self._group = card.kernel(units.group_tokens, "group_tokens", plans.group_tokens_shared_bytes(num_experts), cache)
             self._prepare_x = card.kernel(units.prepare, "prepare_x", 0, cache)
             self._prepare_act = card.kernel(units.prepare, "prepare_act", 0, cache)
@@ -96,10 +103,13 @@ class CudaBackend:
         self.scratch_bytes = 0
         """Card memory held besides weights and the caller's buffers."""
         self._call = Call(top_k=top_k, status=self._status.device_address, byte=256)
-        self._allocate(max_tokens, num_experts)
+        self._allocate(max_tokens, num_experts, many=max_tokens > 1 or not kernels)
         self._own_stream = card.stream()
-        card.fill(self._call.barrier, 0, 4, self._own_stream)
-        self._own_stream.synchronize()
+        self.single = SingleToken(card, shape, kernels, self._status.device_address) if kernels else None
+        """The kernels of `call_single`."""
+        if self.single:
+            self._held += self.single.held
+            self.scratch_bytes += self.single.scratch_bytes
 
     def _matrix_kernels(self, name: str, units: tuple[Unit, ...], cache: Path) -> list[tuple[plans.Tiling, _Kernel, int]]:
         """(tiling, kernel, blocks) of every tiling."""
@@ -109,13 +119,14 @@ class CudaBackend:
             kernels.append((tiling, kernel, self._blocks * max(1, kernel.blocks_per_multiprocessor(tiling.threads))))
         return kernels
 
-    def _allocate(self, tokens: int, num_experts: int) -> None:
+    def _allocate(self, tokens: int, num_experts: int, many: bool) -> None:
         hidden, intermediate, pairs = self.shape.hidden, self.shape.intermediate, tokens * self.top_k
         value = 2 if self.shape.dtype == "bfloat16" else 4
         prepared = 2 * plans.planes(self.shape)
-        sizes = {"barrier": 4, "found": 8, "act": pairs * intermediate * value}
-        if tokens > 1 or not self._singles:
+        sizes = {"found": 8, "rows": ROW_BYTES * self.top_k}
+        if many:
             sizes |= {
+                "act": pairs * intermediate * value,
                 "y": pairs * hidden * value,
                 "x_prepared": tokens * hidden * prepared,
                 "x_scales": tokens * hidden // 32 * 4,
@@ -131,6 +142,9 @@ class CudaBackend:
             self._held.append(memory)
             self.scratch_bytes += size
             setattr(self._call, name, memory.address)
+        self._own_rows = self._call.rows
+        self._single_rows: npt.NDArray[np.uint64] | None = None
+        """The rows of the last call, if it was one of a single token."""
 
     def call(
         self,
@@ -146,8 +160,9 @@ class CudaBackend:
         combine: Combine,
         accumulate: bool = False,
     ) -> None:
-        """One layer call, or the part of one that concerns some of its experts. Every argument from `x` to `rows` and `out`
-        is an address that the card can read or write; all must stay valid until the stream has passed the call.
+        """A layer call of any number of tokens, or the part of one that concerns some of its experts. Every argument from
+        `x` to `rows` and `out` is an address that the card can read or write; all must stay valid until the stream has passed
+        the call.
 
         tokens      T, 1 <= T <= max_tokens
         x           [T, H] activation dtype, 16-byte aligned
@@ -162,26 +177,38 @@ class CudaBackend:
         """
         if not 1 <= tokens <= self.max_tokens:
             raise ValueError(f"call of {tokens} tokens on a backend made for 1 to {self.max_tokens}")
-        call = self._call
+        call, self._single_rows = self._call, None
         call.x, call.ids, call.weights, call.experts, call.rows, call.out = x, ids, weights, experts, rows, out
-        call.tokens, call.num_experts, call.first_expert = tokens, num_experts, 0
+        call.tokens, call.num_experts = tokens, num_experts
         call.exact, call.accumulate = int(combine == "exact"), int(accumulate)
         if num_experts == 0:
             if combine == "partial" and not accumulate:
                 self._card.fill(out, 0, tokens * self.shape.hidden * 4, stream)
-        elif tokens == 1 and self._singles:
-            self._call_single(stream, num_experts)
         else:
             self._call_multi(stream, tokens, num_experts)
-        call.num_experts = num_experts
 
-    def _call_single(self, stream: Stream, num_experts: int) -> None:
-        plan, kernel = next((s for s in self._singles if s[0].experts_at_once >= num_experts), self._singles[-1])
-        call, step = self._call, plan.experts_at_once
-        for first in range(0, num_experts, step):
-            call.first_expert, call.num_experts = first, min(step, num_experts - first)
-            kernel.launch(plan.blocks, plan.threads, stream, call, cooperative=True)
-            call.accumulate = 1
+    def call_single(
+        self,
+        stream: Stream,
+        x: int,
+        rows: npt.NDArray[np.uint64],
+        routes: Sequence[float],
+        out: int,
+        combine: Combine,
+        accumulate: bool = False,
+    ) -> None:
+        """A layer call of one token, or the part of one that concerns some of its experts; `single` must not be None.
+
+        x, out, accumulate, DeviceError: as in `call`
+        rows                             [n <= top_k, 6] addresses, only of experts that the token uses, in the order of their ids
+        routes                           n route weights
+        """
+        assert self.single is not None
+        self._single_rows = rows
+        if len(rows):
+            self.single.call(stream, x, rows, routes, out, combine == "exact", accumulate)
+        elif combine == "partial" and not accumulate:
+            self._card.fill(out, 0, self.shape.hidden * 4, stream)
 
     def _call_multi(self, stream: Stream, tokens: int, num_experts: int) -> None:
         call, shape = self._call, self.shape
@@ -214,6 +241,11 @@ class CudaBackend:
             return
         self._status_word.value = 0
         stream, found = self._own_stream, ctypes.c_uint64()
+        rows = self._single_rows
+        if rows is not None:
+            self._call.num_experts = len(rows)
+            self._card.copy_in(self._own_rows, rows.ctypes.data, rows.nbytes, stream)
+            self._call.rows = self._own_rows
         self._card.fill(self._call.found, 0xFF, 8, stream)
         self._find_bad_scale.launch(self._call.num_experts * 3, _THREADS, stream, self._call)
         self._card.copy_out(ctypes.addressof(found), self._call.found, 8, stream)

@@ -1,4 +1,5 @@
-"""What the kernels are handed: one structure, declared here for Python and, from here, for CUDA C++."""
+"""What the kernels are handed: a structure for many tokens and one for a single one, declared here for Python and, from
+here, for CUDA C++."""
 
 from __future__ import annotations
 
@@ -21,7 +22,6 @@ class Call(ctypes.Structure):
         ("rows", POINTER),  # [n] Row
         ("out", POINTER),  # partial [T, H] fp32, or exact rows [P, H] activation dtype
         ("status", POINTER),  # word in host memory, 1 once a sum was not finite
-        ("barrier", POINTER),  # word of sync_grid
         ("act", POINTER),  # [P, I] activation dtype: what goes into w2
         ("y", POINTER),  # [P, H] activation dtype: what comes out of it
         ("x_prepared", POINTER),
@@ -36,9 +36,38 @@ class Call(ctypes.Structure):
         ("tokens", ctypes.c_int32),
         ("top_k", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
-        ("first_expert", ctypes.c_int32),  # single token: this launch is for num_experts from here on
         ("exact", ctypes.c_int32),
         ("accumulate", ctypes.c_int32),  # add to `out` instead of overwriting it
+        ("byte", ctypes.c_int32),  # 256: see `formats.cuh`
+    ]
+
+
+class Drawn(ctypes.Structure):
+    """An expert that the token uses."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ROW_FIELDS),
+        ("route", ctypes.c_float),  # its weight
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class OneToken(ctypes.Structure):
+    """One layer call of one token, or the part of it that one launch computes. `drawn` follows: [num_experts], ascending.
+
+    It is a parameter of the launch as a whole, so that the kernel asks no memory for it.
+    """
+
+    _fields_ = [
+        ("x", POINTER),  # [H] activation dtype
+        ("out", POINTER),  # partial [H] fp32, or exact rows [.., H] activation dtype
+        ("status", POINTER),  # word in host memory, 1 once a sum was not finite
+        ("act", POINTER),  # [num_experts * I] what goes into w2, every word beside the number of its launch
+        ("arrivals", POINTER),  # u64: blocks that ever started
+        ("num_experts", ctypes.c_int32),
+        ("first_place", ctypes.c_int32),  # exact: the row of `out` that belongs to the first expert
+        ("exact", ctypes.c_int32),
+        ("accumulate", ctypes.c_int32),  # partial: add to `out` instead of overwriting it
         ("byte", ctypes.c_int32),  # 256: see `formats.cuh`
         ("unused", ctypes.c_int32),
     ]
@@ -52,7 +81,6 @@ _C_TYPES = {
     "rows": "const Row*",
     "out": "void*",
     "status": "u32*",
-    "barrier": "u32*",
     "act": "void*",
     "y": "void*",
     "x_prepared": "void*",
@@ -65,13 +93,18 @@ _C_TYPES = {
     "place_of": "int*",
     "found": "u64*",
 }
+_ONE_TYPES = {"x": "const void*", "out": "void*", "status": "u32*", "act": "u64*", "arrivals": "u64*"}
 
 
 def declaration() -> str:
-    """The same structure in CUDA C++ (`call.cuh`)."""
+    """The same structures in CUDA C++ (`call.cuh`)."""
     row = " ".join(f"const u8* {name};" for name in ROW_FIELDS)
     fields = "\n".join(f"    {_C_TYPES.get(name, 'int')} {name};" for name, *_ in Call._fields_)
+    one = "\n".join(f"    {_ONE_TYPES.get(name, 'int')} {name};" for name, *_ in OneToken._fields_)
+    sizes = f"sizeof(Call) == {ctypes.sizeof(Call)} && sizeof(Row) == {ROW_BYTES} && sizeof(Drawn) == {ctypes.sizeof(Drawn)}"
     return (
         f"#pragma once\nstruct Row {{ {row} }};\nstruct Call {{\n{fields}\n}};\n"
-        f"static_assert(sizeof(Call) == {ctypes.sizeof(Call)} && sizeof(Row) == {ROW_BYTES});\n"
+        "struct Drawn {\n    Row row;\n    float route;\n    int unused;\n};\n"
+        f"template <int EXPERTS>\nstruct OneToken {{\n{one}\n    Drawn drawn[EXPERTS];\n}};\n"
+        f"static_assert({sizes} && sizeof(OneToken<1>) == {ctypes.sizeof(OneToken) + ctypes.sizeof(Drawn)});\n"
     )

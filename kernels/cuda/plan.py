@@ -11,7 +11,6 @@ from evrun.kernels.api import FfnShape
 from evrun.kernels.cuda.compile import Unit
 from evrun.kernels.cuda.driver import Limits
 from evrun.kernels.cuda.errors import UnavailableError
-from evrun.kernels.cuda.params import ROW_BYTES
 from evrun.kernels.cuda.wgmma import NARROW_WIDTHS
 
 MINIMUM_CAPABILITY = (7, 5)
@@ -98,7 +97,8 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[Sing
 
 def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, experts: int) -> SingleTokenPlan:
     blocks = limits.multiprocessors
-    pairs, rows = -(-experts * shape.intermediate // blocks), -(-shape.hidden // blocks)
+    in_word = 2 if shape.dtype == "bfloat16" else 1  # activations that blocks send each other at once
+    pairs, rows = -(-experts * shape.intermediate // in_word // blocks) * in_word, -(-shape.hidden // blocks)
     up_groups, down_groups = shape.hidden // 32, shape.intermediate // 32
 
     def steps_of(groups: int) -> int:
@@ -114,9 +114,7 @@ def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, exper
         + (x_groups + 1) * planes(shape) * GROUP_PITCH
         + 4 * x_groups
         + 4 * max(pairs * 2 * splits(up_groups), rows * experts * splits(down_groups))
-        + 8 * pairs * 2
-        + (ROW_BYTES + 8) * experts
-        + 2 * CACHE_ALIGNMENT
+        + 3 * CACHE_ALIGNMENT
     )
     slot = warps * steps * 2048
     ring = min(RING_LIMIT, (limits.shared_bytes_per_block - fixed) // slot)
@@ -130,7 +128,7 @@ def plan_multi_token(shape: FfnShape, num_experts: int, limits: Limits) -> Multi
     if limits.capability == (9, 0) and suits:
         # Two blocks share a multiprocessor, which keeps RESERVED_BYTES for each.
         half = (budget + RESERVED_BYTES) // 2 - RESERVED_BYTES
-        narrow = Tiling(256, half, 2, (("NARROW", 1), ("SHARED_BYTES", half)))
+        narrow = Tiling(256, half, 1, (("NARROW", 1), ("SHARED_BYTES", half)))
         wide = Tiling(256, budget, max(NARROW_WIDTHS) + 1, (("NARROW", 0), ("SHARED_BYTES", budget)))
         return MultiTokenPlan(True, (narrow, wide))
     for fragments, stages in ((8, 3), (8, 2), (4, 2)):

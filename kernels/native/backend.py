@@ -147,6 +147,10 @@ class NativeBackend:
         sizes = (ctypes.c_int64 * len(ranges))(*[r.nbytes for r in ranges])
         return int(self._library.evrun_read(self._engine, starts, sizes, len(ranges)))
 
+    def multiply_add(self, steps: int) -> int:
+        """Vector multiply-adds on registers by each thread, nothing else; returns the floating-point operations done."""
+        return int(self._library.evrun_multiply_add(self._engine, steps))
+
     def _pack(self, row: Row) -> bytes:
         """The addresses of a row, checked once and remembered: the row is kept, so that its id stays its own."""
         h, i = self.shape.hidden, self.shape.intermediate

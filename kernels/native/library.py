@@ -10,7 +10,7 @@ from typing import NamedTuple
 import evrun.kernels.native
 
 FILE_NAME = "libevrun_native.so"
-ABI = 1
+ABI = 2
 BAD_SCALE, TOO_LARGE, DUPLICATE = -1, -2, -3
 
 BEAT = ctypes.CFUNCTYPE(None)
@@ -91,6 +91,7 @@ def load() -> ctypes.CDLL:
     library.evrun_run.restype = ctypes.c_int64
     library.evrun_read.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
     library.evrun_read.restype = ctypes.c_uint64
+    library.evrun_multiply_add.argtypes, library.evrun_multiply_add.restype = (ctypes.c_void_p, ctypes.c_uint64), ctypes.c_uint64
     return library
 
 

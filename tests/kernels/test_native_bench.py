@@ -11,8 +11,8 @@ from evrun.kernels import bench_cpu, native
 from evrun.kernels.api import Row
 
 FIELDS = {
-    "backend", "tokens", "threads", "world", "memory", "numerics", "dtype", "seconds", "bytes", "gb_per_s", "gflop_per_s", "floor_seconds",
-    "ratio", "busy_ratio", "rounds",
+    "backend", "tokens", "threads", "world", "memory", "numerics", "dtype", "seconds", "bytes", "gb_per_s", "gflop_per_s", "peak_gflop_per_s",
+    "floor_seconds", "ratio", "busy_ratio", "rounds",
 }  # fmt: skip
 
 

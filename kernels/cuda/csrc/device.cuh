@@ -11,7 +11,9 @@ using u64 = unsigned long long;
 #include "call.cuh"  // generated from params.py
 
 #define DEVICE __device__ __forceinline__
-#define KERNEL(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Call call)
+#define KERNEL_OF(Parameters, name, threads, blocks) \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Parameters call)
+#define KERNEL(name, threads, blocks) KERNEL_OF(Call, name, threads, blocks)
 
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
 
@@ -72,13 +74,6 @@ DEVICE u32 max_u32(u32 a, u32 b) {
     return larger;
 }
 
-// What other blocks wrote during this launch: from L2, never from this multiprocessor's L1.
-DEVICE uint4 load_shared_by_grid(const void* address) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
-    return v;
-}
-
 // Copies BYTES (4, 8 or 16, both ends aligned to it) to a `shared_address` in the background; writes zeros if not `valid`.
 template <int BYTES>
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
@@ -130,24 +125,28 @@ DEVICE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 #endif
 }
 
-// All blocks of a cooperative launch meet. `counter` starts at 0 once and serves every launch: the top bit flips when
-// the last block arrives. `before` is what `grid_phase` read earlier in this launch, in thread 0.
-DEVICE u32 grid_phase(const u32* counter) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-    return value;
+// One more block has started; how many did before, in all launches. One thread of every block calls it once.
+DEVICE u64 arrive(u64* arrivals) { return atomicAdd(arrivals, 1ull); }
+
+// A word and the number of the launch it belongs to travel in one store, so that blocks of a cooperative launch hand each
+// other values without a meeting: who reads the number has the word.
+DEVICE void send_word(u64* to, u32 word, u32 launch) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(u64(launch) << 32 | word) : "memory");
 }
-DEVICE void sync_grid(u32* counter, u32 before) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const u32 arrive = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrive) : "memory");
-        u32 now;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-        while (((before ^ now) & 0x80000000u) == 0);
+// COUNT pairs of words that other blocks send in this launch; 16-byte aligned.
+template <int COUNT>
+DEVICE bool poll_words(const u64* from, u32 launch, u32 (&words)[COUNT * 2]) {
+    bool arrived = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        u64 low, high;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from + 2 * i) : "memory");
+        words[2 * i] = u32(low), words[2 * i + 1] = u32(high);
+        arrived = arrived && u32(low >> 32) == launch && u32(high >> 32) == launch;
     }
-    __syncthreads();
+    return arrived;
 }
+DEVICE void let_others_run() {}
 // A word in host memory.
 DEVICE void report(u32* status, u32 value) { *static_cast<volatile u32*>(status) = value; }
 DEVICE void atomic_min(u64* where, u64 value) { atomicMin(where, value); }

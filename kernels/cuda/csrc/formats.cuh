@@ -13,10 +13,12 @@ DEVICE u32 bf16_bits(float x) {  // nearest, ties to even
 using Activation = u16;
 DEVICE float rounded(float x) { return bits_float(bf16_bits(x) << 16); }
 DEVICE Activation stored(float x) { return static_cast<u16>(bf16_bits(x)); }
+DEVICE u32 word_of(Activation x) { return x; }
 #else
 using Activation = float;
 DEVICE float rounded(float x) { return x; }
 DEVICE Activation stored(float x) { return x; }
+DEVICE u32 word_of(Activation x) { return float_bits(x); }
 #endif
 
 // Eight neighbouring activations as they lie in memory.

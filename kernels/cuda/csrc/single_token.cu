@@ -1,9 +1,9 @@
 // One token over the experts that a rank holds: both linears, SwiGLU and the sum in one launch.
 //
-// Every block owns a run of rows of w1 and w3 (the same channels) and, after a meeting of all blocks, a run of rows of
-// w2. Work is cut into tasks: 16 rows (two tiles of 8) x STEPS steps, dealt to the warps; a step is 2 x 128 columns,
+// Every block owns a run of rows of w1 and w3 (the same channels) and, once all blocks have sent each other what comes out
+// of them, a run of rows of w2. Work is cut into tasks: 16 rows (two tiles of 8) x STEPS steps, dealt to the warps; a step is 2 x 128 columns,
 // those of the lower and of the upper half of K. A lane (g, t) copies whole groups (16 bytes = 32 codes of row g of a
-// tile) into memory that only it reads, RING tasks ahead; w2 is already on its way while the blocks meet.
+// tile) into memory that only it reads, RING tasks ahead; w2 is already on its way while a block waits for the others.
 //
 // The tensor cores get 16 x 16 tiles whose rows g and g + 8 are row g in the two halves. Of the 8 columns, column n < 4
 // holds the activations of group n of the lower half and column n + 4 those of the upper half, each only where lane t = n
@@ -24,6 +24,7 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 constexpr int GROUP_BYTES = PLANES * 80;  // 32 prepared activations: 64 bytes a plane, and 16 against bank conflicts
 constexpr int SLOT = STEPS * 4 * 512;     // [step][tile][half][lane] 16
+constexpr int IN_WORD = 4 / sizeof(Activation);  // activations that travel together
 
 // Shared memory, in this order; the host computes the same (`plan.py`).
 constexpr int X_GROUPS = larger(8 * steps_of(HIDDEN), MAX_EXPERTS * 8 * steps_of(INTERMEDIATE));
@@ -39,10 +40,7 @@ struct Shared {
     u8 zeros[GROUP_BYTES];
     float x_scales[X_GROUPS];
     float sums[SUMS];                  // [w1, w3][pair][split], later [expert][row][split]
-    Row packed[MAX_EXPERTS];
-    const u8* up_rows[MAX_PAIRS * 2];  // [w1, w3][pair] codes
-    float route[MAX_EXPERTS];
-    int place[MAX_EXPERTS];            // the expert's place among those this token uses, -1: not used
+    u32 launch;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host plans less shared memory than this");
 
@@ -150,15 +148,27 @@ template <int K, int AT_ONCE>
 struct Prepare {
     Eight eight[AT_ONCE];
 
-    template <bool BY_GRID>
-    DEVICE void load(const Activation* source, int groups, int begin) {
+    DEVICE void load(const Activation* source, int groups) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = begin + i * THREADS + int(threadIdx.x);
+            const int at = i * THREADS + int(threadIdx.x);
             const uint4* from = reinterpret_cast<const uint4*>(source + (at < groups * 4 ? at : 0) * 8);
 #pragma unroll
-            for (int part = 0; part < int(sizeof(Eight) / 16); ++part)
-                eight[i].raw[part] = BY_GRID ? load_shared_by_grid(from + part) : from[part];
+            for (int part = 0; part < int(sizeof(Eight) / 16); ++part) eight[i].raw[part] = from[part];
+        }
+    }
+    // The same from words that the blocks of this launch send.
+    DEVICE void receive(const u64* source, u32 launch, int groups, int begin) {
+        constexpr int WORDS = 8 / IN_WORD;
+        for (bool arrived = false; !arrived;) {
+            arrived = true;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int at = begin + i * THREADS + int(threadIdx.x);
+                if (at < groups * 4)
+                    arrived = poll_words<WORDS / 2>(source + at * WORDS, launch, reinterpret_cast<u32(&)[WORDS]>(eight[i].raw)) && arrived;
+            }
+            if (!arrived) let_others_run();
         }
     }
     DEVICE void store(Shared& shared, int groups, int begin) const {
@@ -202,35 +212,25 @@ DEVICE void copy_scales(u8* to, const u8* from, int rows) {
             copy_async<PIECE>(address + i, from + i, true);
 }
 
-KERNEL(moe_single_token_fp4, THREADS, 1) {
+KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n = call.num_experts;
 
-    // Everything that has to come from far is asked for at once, and before the weights, behind which it would wait.
+    // What has to come from far is asked for before the weights, behind which it would wait.
     Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS> x_in;
-    x_in.template load<false>(static_cast<const Activation*>(call.x), groups_of(HIDDEN), 0);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < n * int(sizeof(Row) / 8); i += THREADS)
-        reinterpret_cast<u64*>(shared.packed)[i] = reinterpret_cast<const u64*>(call.rows + call.first_expert)[i];
-    const u32 phase = threadIdx.x == 0 ? grid_phase(call.barrier) : 0;
-    const bool routes = warp == WARPS - 1;  // this warp finds the route weights
-    const int own_id = routes && lane < call.top_k ? call.ids[lane] : -1;
-    const float own_weight = routes && lane < call.top_k ? call.weights[lane] : 0;
+    x_in.load(static_cast<const Activation*>(call.x), groups_of(HIDDEN));
+    const u64 arrived = threadIdx.x == 0 ? arrive(call.arrivals) : 0;
 
-    const u32 all_pairs = n * INTERMEDIATE;
-    const u32 pair0 = u64(all_pairs) * blockIdx.x / gridDim.x, pairs = u64(all_pairs) * (blockIdx.x + 1) / gridDim.x - pair0;
+    const u32 words = n * (INTERMEDIATE / IN_WORD);
+    const u32 pair0 = u32(u64(words) * blockIdx.x / gridDim.x) * IN_WORD, pairs = u32(u64(words) * (blockIdx.x + 1) / gridDim.x) * IN_WORD - pair0;
     const u32 row0 = u64(HIDDEN) * blockIdx.x / gridDim.x, rows = u64(HIDDEN) * (blockIdx.x + 1) / gridDim.x - row0;
-    if (threadIdx.x < GROUP_BYTES / 4) reinterpret_cast<u32*>(shared.zeros)[threadIdx.x] = 0;
-    clear_padding<HIDDEN>(shared.x, 1);
-    sync_block();
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < pairs * 2; i += THREADS) {
-        const u32 pair = pair0 + (i < pairs ? i : i - pairs);
-        const Row& row = shared.packed[pair / INTERMEDIATE];
-        shared.up_rows[i] = (i < pairs ? row.w1 : row.w3) + pair % INTERMEDIATE * u64(HIDDEN / 2);
-    }
-    sync_block();
+    const auto up_row = [&](u32 row) {  // codes of a row in [w1, w3][pair]
+        const bool gate = row < pairs;
+        const u32 pair = pair0 + (gate ? row : row - pairs);
+        const Row& of = call.drawn[pair / INTERMEDIATE].row;
+        return (gate ? of.w1 : of.w3) + pair % INTERMEDIATE * u64(HIDDEN / 2);
+    };
 
     // A warp's tasks: first those of w1 and w3, then those of w2, each list dealt round-robin.
     const int up_tasks = (pairs * 2 + 15) / 16 * splits_of(HIDDEN);
@@ -249,7 +249,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
             for (int tile = 0; tile < 2; ++tile) {
                 const u32 row = base + tile * 8 + g;
                 own.valid[tile] = row < pairs * 2;
-                own.codes[tile] = shared.up_rows[own.valid[tile] ? row : 0];
+                own.codes[tile] = up_row(own.valid[tile] ? row : 0);
             }
             issue<HIDDEN>(own, ring_address + filling, t);
         } else if (k < up_own + down_own) {
@@ -259,7 +259,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
             for (int tile = 0; tile < 2; ++tile) {
                 const u32 row = base + tile * 8 + g;
                 own.valid[tile] = row < rows;
-                own.codes[tile] = shared.packed[rest / down_tiles].w2 + (row0 + (own.valid[tile] ? row : 0)) * u64(INTERMEDIATE / 2);
+                own.codes[tile] = call.drawn[rest / down_tiles].row.w2 + (row0 + (own.valid[tile] ? row : 0)) * u64(INTERMEDIATE / 2);
             }
             issue<INTERMEDIATE>(own, ring_address + filling, t);
         }
@@ -272,8 +272,8 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         const u32 expert = pair / INTERMEDIATE, in_expert = pair % INTERMEDIATE, left = pair0 + pairs - pair;
         const u32 run = left < INTERMEDIATE - in_expert ? left : INTERMEDIATE - in_expert;
         u8* const to = shared.up_scales + (pair - pair0) * groups_of(HIDDEN);
-        copy_scales<groups_of(HIDDEN)>(to, shared.packed[expert].s1 + in_expert * u64(groups_of(HIDDEN)), run);
-        copy_scales<groups_of(HIDDEN)>(to + pairs * groups_of(HIDDEN), shared.packed[expert].s3 + in_expert * u64(groups_of(HIDDEN)), run);
+        copy_scales<groups_of(HIDDEN)>(to, call.drawn[expert].row.s1 + in_expert * u64(groups_of(HIDDEN)), run);
+        copy_scales<groups_of(HIDDEN)>(to + pairs * groups_of(HIDDEN), call.drawn[expert].row.s3 + in_expert * u64(groups_of(HIDDEN)), run);
         pair += run;
     }
     copy_async_commit();
@@ -284,30 +284,12 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
 #pragma unroll 1
     for (int e = 0; e < n; ++e)
         copy_scales<groups_of(INTERMEDIATE)>(shared.down_scales + e * rows * groups_of(INTERMEDIATE),
-                                             shared.packed[e].s2 + row0 * u64(groups_of(INTERMEDIATE)), rows);
+                                             call.drawn[e].row.s2 + row0 * u64(groups_of(INTERMEDIATE)), rows);
     copy_async_commit();
 
-    if (routes) {  // which experts the token uses, their weights, and how many used ones come before
-        int used = 0;
-        for (int e = lane; e - lane < call.first_expert + n; e += 32) {
-            const int expert = e < call.first_expert + n ? call.experts[e] : -1;
-            float route = 0;
-            bool uses = false;
-#pragma unroll 1
-            for (int k = 0; k < call.top_k; ++k) {
-                const bool same = shuffle(own_id, k) == expert && expert >= 0;
-                const float weight = shuffle(own_weight, k);
-                uses = uses || same;
-                route = same ? weight : route;
-            }
-            const u32 users = lanes_with(uses);
-            if (e >= call.first_expert && e < call.first_expert + n) {
-                shared.route[e - call.first_expert] = route;
-                shared.place[e - call.first_expert] = uses ? used + count_bits(users & ((1u << lane) - 1)) : -1;
-            }
-            used += count_bits(users);
-        }
-    }
+    if (threadIdx.x == 0) shared.launch = u32(arrived / gridDim.x) + 1;
+    if (threadIdx.x < GROUP_BYTES / 4) reinterpret_cast<u32*>(shared.zeros)[threadIdx.x] = 0;
+    clear_padding<HIDDEN>(shared.x, 1);
     x_in.store(shared, groups_of(HIDDEN), 0);
     copy_async_wait<RING - 1>();
     sync_block();
@@ -335,22 +317,25 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     sync_block();
 
     bool finite = true;
-    for (u32 pair = threadIdx.x; pair < pairs; pair += THREADS) {
+    const u32 launch = shared.launch;
+    for (u32 begin = warp * 32; begin < pairs; begin += THREADS) {
+        const u32 pair = begin + lane < pairs ? begin + lane : pairs - 1;
         float both[2] = {};
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
             for (int split = 0; split < splits_of(HIDDEN); ++split) both[m] += shared.sums[(m * pairs + pair) * splits_of(HIDDEN) + split];
         finite = finite && is_finite(both[0]) && is_finite(both[1]);
-        static_cast<Activation*>(call.act)[pair0 + pair] =
-            stored(swiglu(rounded(both[0]), rounded(both[1]), shared.route[(pair0 + pair) / INTERMEDIATE]));
+        const float act = swiglu(rounded(both[0]), rounded(both[1]), call.drawn[(pair0 + pair) / INTERMEDIATE].route);
+        u32 word = word_of(stored(act));
+        if (IN_WORD == 2) word |= shuffle_xor(word, 1) << 16;
+        if (begin + lane < pairs && lane % IN_WORD == 0) send_word(call.act + (pair0 + pair) / IN_WORD, word, launch);
     }
-    sync_grid(call.barrier, phase);
 
     clear_padding<INTERMEDIATE>(shared.x, n);
     for (int begin = 0; begin < n * groups_of(INTERMEDIATE) * 4; begin += 4 * THREADS) {
         Prepare<INTERMEDIATE, 4> act_in;
-        act_in.template load<true>(static_cast<const Activation*>(call.act), n * groups_of(INTERMEDIATE), begin);
+        act_in.receive(call.act, launch, n * groups_of(INTERMEDIATE), begin);
         act_in.store(shared, n * groups_of(INTERMEDIATE), begin);
     }
     sync_block();
@@ -385,8 +370,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
         for (int split = 0; split < splits_of(INTERMEDIATE); ++split) y += shared.sums[i * splits_of(INTERMEDIATE) + split];
         finite = finite && is_finite(y);
         shared.sums[i * splits_of(INTERMEDIATE)] = rounded(y);
-        if (call.exact && shared.place[i / rows] >= 0)
-            static_cast<Activation*>(call.out)[shared.place[i / rows] * u64(HIDDEN) + row0 + i % rows] = stored(y);
+        if (call.exact) static_cast<Activation*>(call.out)[(call.first_place + i / rows) * u64(HIDDEN) + row0 + i % rows] = stored(y);
     }
     if (!finite) report(call.status, 1);
     if (call.exact) return;
@@ -394,8 +378,7 @@ KERNEL(moe_single_token_fp4, THREADS, 1) {
     for (u32 row = threadIdx.x; row < rows; row += THREADS) {
         float* const partial = static_cast<float*>(call.out) + row0 + row;
         float total = call.accumulate ? *partial : 0;
-        for (int e = 0; e < n; ++e)
-            if (shared.place[e] >= 0) total += shared.sums[(e * rows + row) * splits_of(INTERMEDIATE)];
+        for (int e = 0; e < n; ++e) total += shared.sums[(e * rows + row) * splits_of(INTERMEDIATE)];
         *partial = total;
     }
 }

@@ -2,14 +2,12 @@
 
 #include <sys/mman.h>
 
-#include "numbers.h"
-
 namespace evrun {
 
-TokenStore::TokenStore(int k, int count) {
+TokenStore::TokenStore(const Layout &layout, int k, int count) : layout_(layout) {
     const size_t blocks = static_cast<size_t>(blocks_of(k)), groups = blocks * kBlockGroups;
-    low_offset_ = blocks * kTokenBlock;
-    used_offset_ = low_offset_ + blocks * kBlock;
+    low_offset_ = blocks * layout.block_bytes;
+    used_offset_ = low_offset_ + blocks * layout.low_bytes;
     exponent_offset_ = used_offset_ + groups;
     stride_ = (exponent_offset_ + groups * sizeof(int16_t) + 63) / 64 * 64;
     stride_ += 64 * (1 - stride_ / 64 % 2);  // an odd number of cache lines: tokens spread over the cache's sets
@@ -25,22 +23,10 @@ TokenStore::~TokenStore() {
 void TokenStore::put(int token, int group, const Group &value) {
     uint8_t *base = at(token);
     const size_t block = static_cast<size_t>(group / kBlockGroups);
-    const int inside = group % kBlockGroups;
-    uint8_t *out = base + block * kTokenBlock;
-    for (int v = 0; v < kHighVectors; ++v) {
-        const int16_t pair[2] = {static_cast<int16_t>(value.value[high_code(v, 0)] >> kLowBits),
-                                 static_cast<int16_t>(value.value[high_code(v, 1)] >> kLowBits)};
-        std::memcpy(out + high_position(inside, v, 0) * 2, pair, sizeof pair);
-    }
-    uint8_t *lows = base + low_offset_ + block * kBlock, any = 0;
-    for (int code = 0; code < kGroup; ++code) {
-        const uint8_t low = static_cast<uint8_t>(value.value[code]);
-        lows[low_position(inside, code)] = low;
-        any |= low;
-    }
-    base[used_offset_ + static_cast<size_t>(group)] = any != 0;
-    const float scale = power_of_two(value.exponent + kLowBits - 1);
-    std::memcpy(out + kTokenScales + lane_of(inside) * 4, &scale, sizeof scale);
+    layout_.put(value, group % kBlockGroups, base + block * layout_.block_bytes, base + low_offset_ + block * layout_.low_bytes);
+    int32_t any = 0;
+    for (int code = 0; code < kGroup; ++code) any |= value.value[code];
+    base[used_offset_ + static_cast<size_t>(group)] = any % (1 << kLowBits) != 0;
     const int16_t exponent = static_cast<int16_t>(value.exponent);
     std::memcpy(base + exponent_offset_ + static_cast<size_t>(group) * 2, &exponent, 2);
 }
@@ -52,9 +38,11 @@ Token TokenStore::token(int token) const {
 
 Group TokenStore::get(int token, int group) const {
     Group out;
-    read_group(this->token(token), group, out.value);
+    const size_t block = static_cast<size_t>(group / kBlockGroups);
+    const uint8_t *base = at(token);
+    layout_.get(base + block * layout_.block_bytes, base + low_offset_ + block * layout_.low_bytes, group % kBlockGroups, out.value);
     int16_t exponent;
-    std::memcpy(&exponent, at(token) + exponent_offset_ + static_cast<size_t>(group) * 2, 2);
+    std::memcpy(&exponent, base + exponent_offset_ + static_cast<size_t>(group) * 2, 2);
     out.exponent = out.range = exponent;
     return out;
 }

@@ -11,7 +11,7 @@ namespace evrun {
 // Tokens as the kernels read them, in one stretch of memory whose pages are touched when used.
 class TokenStore {
    public:
-    TokenStore(int k, int count);
+    TokenStore(const Layout &layout, int k, int count);
     ~TokenStore();
     TokenStore(const TokenStore &) = delete;
     TokenStore &operator=(const TokenStore &) = delete;
@@ -30,6 +30,7 @@ class TokenStore {
    private:
     uint8_t *at(int token) const { return memory_ + static_cast<size_t>(token) * stride_; }
 
+    const Layout &layout_;
     size_t low_offset_, used_offset_, exponent_offset_, stride_, bytes_;
     uint8_t *memory_;
 };

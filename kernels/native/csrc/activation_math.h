@@ -96,13 +96,14 @@ static inline void quantise_group(const float *x, Group *group) {
     group->range = any ? group->exponent : kNothing;
 }
 
-// In steps of 2^-22 of the power of two below the largest: off by at most half a step, 1.2e-7 of it.
+// In steps of 2^-22 of the power of two below the largest, or of 2^-21 where that were beyond kLargest: off by at most half
+// a step, 1.2e-7 of the largest.
 static inline void fix_group(const float *x, Group *group) {
     const uint32_t peak = peak_bits(x);
     if (peak >= kInfinity) return clear(group, kNotFinite);
     if (peak == 0) return clear(group, kNothing);
     const int leading = static_cast<int>(peak >> 23) - 127 > -126 ? static_cast<int>(peak >> 23) - 127 : -126;
-    group->exponent = leading - 22;
+    group->exponent = leading - 22 + ((peak & 0x7FFFFF) > 2 * kLargest - 0x800000);
     // In two factors: 2^149 is no fp32 number.
     const int first = -group->exponent < 100 ? -group->exponent : 100;
     const float f0 = power_of_two(first), f1 = power_of_two(-group->exponent - first);

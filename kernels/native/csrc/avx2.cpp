@@ -8,6 +8,7 @@
 
 #include "activation_math.h"
 #include "kernels.h"
+#include "wide_digits.h"
 
 namespace evrun {
 
@@ -359,11 +360,23 @@ uint64_t read(const uint8_t *start, size_t bytes) {
     return parts[0] + parts[1] + parts[2] + parts[3];
 }
 
+uint64_t multiply_add(uint64_t steps) {
+    constexpr int kSums = 12;
+    __m256 sums[kSums] = {};
+    const __m256 factor = _mm256_set1_ps(0.5f);
+    for (uint64_t i = 0; i < steps; ++i)
+        for (__m256 &sum : sums) {
+            sum = _mm256_fmadd_ps(sum, factor, factor);
+            asm volatile("" : "+x"(sum));
+        }
+    return steps * kSums * 8 * 2;
+}
+
 bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 }  // namespace
 
-const Kernels kAvx2 = {"avx2", "AVX2 and FMA, 256-bit integer products", supported, extremes, swiglu_group, quantise_group, fix_group, multiply, read};
+const Kernels kAvx2 = {"avx2", "AVX2 and FMA, 256-bit integer products", supported, kWideDigits, extremes, swiglu_group, quantise_group, fix_group, multiply, read, multiply_add};
 
 }  // namespace evrun
 

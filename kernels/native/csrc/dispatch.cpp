@@ -16,6 +16,7 @@ const evrun::Kernels *const kVariants[] = {
     &evrun::kScalar,
 #if defined(__x86_64__)
     &evrun::kAvx2,
+    &evrun::kAvx512,
 #endif
 };
 
@@ -53,3 +54,5 @@ int64_t evrun_run(evrun_engine *engine, const evrun_call *call, evrun_fault *fau
 uint64_t evrun_read(evrun_engine *engine, const uint8_t *const *starts, const int64_t *bytes, int32_t ranges) {
     return engine->engine.read(starts, bytes, ranges);
 }
+
+uint64_t evrun_multiply_add(evrun_engine *engine, uint64_t steps) { return engine->engine.multiply_add(steps); }

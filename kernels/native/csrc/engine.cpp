@@ -42,8 +42,8 @@ Engine::Engine(const Kernels &kernels, const evrun_config &config)
     : kernels_(kernels),
       config_(config),
       pair_capacity_(pair_capacity(config)),
-      x_(config.hidden, config.max_tokens),
-      a_(config.intermediate, pair_capacity_),
+      x_(kernels.layout, config.hidden, config.max_tokens),
+      a_(kernels.layout, config.intermediate, pair_capacity_),
       group_of_(config.quantise ? kernels.quantise : kernels.fix),
       buffers_(static_cast<size_t>(config.threads)),
       pair_token_(static_cast<size_t>(config.max_tokens) * static_cast<size_t>(config.top_k)),
@@ -369,6 +369,19 @@ uint64_t Engine::read(const uint8_t *const *starts, const int64_t *bytes, int32_
         }
     }, &job);
     return job.sum.load();
+}
+
+uint64_t Engine::multiply_add(uint64_t steps) {
+    struct Job {
+        const Kernels &kernels;
+        uint64_t steps;
+        std::atomic<uint64_t> operations{0};
+    } job = {kernels_, steps, {}};
+    pool_.run(pool_.threads(), [](void *context, int) {
+        Job &j = *static_cast<Job *>(context);
+        j.operations += j.kernels.multiply_add(j.steps);
+    }, &job);
+    return job.operations.load();
 }
 
 }  // namespace evrun

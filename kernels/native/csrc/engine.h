@@ -21,6 +21,7 @@ class Engine {
 
     int64_t run(const evrun_call &call, evrun_fault *fault);
     uint64_t read(const uint8_t *const *starts, const int64_t *bytes, int32_t ranges);
+    uint64_t multiply_add(uint64_t steps);
 
    private:
     // An expert of the call that some token uses; its pairs (token, expert) are first .. first + count - 1 of the call.
@@ -32,7 +33,7 @@ class Engine {
 
     // Inputs of one of the products: tokens of the call for w1 and w3, pairs of the batch for w2.
     struct Inputs {
-        Inputs(int k, int count) : store(k, count), ranges(static_cast<size_t>(count)) {}
+        Inputs(const Layout &layout, int k, int count) : store(layout, k, count), ranges(static_cast<size_t>(count)) {}
         TokenStore store;
         std::vector<std::atomic<int32_t>> ranges;  // largest exponent, kNothing or kNotFinite
         void put(int32_t index, int32_t group, const Group &value);

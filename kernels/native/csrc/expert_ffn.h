@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define EVRUN_API __attribute__((visibility("default")))
-#define EVRUN_ABI 1
+#define EVRUN_ABI 2
 
 typedef struct evrun_engine evrun_engine;
 
@@ -75,6 +75,10 @@ EVRUN_API int64_t evrun_run(evrun_engine *engine, const evrun_call *call, evrun_
 
 // A plain vector read of the ranges by the engine's threads in chunks, as a floor for timings; returns a checksum.
 EVRUN_API uint64_t evrun_read(evrun_engine *engine, const uint8_t *const *starts, const int64_t *bytes, int32_t ranges);
+
+// Vector multiply-adds on registers by each of the engine's threads, as the peak that sums of products are compared to;
+// returns the number of floating-point operations done.
+EVRUN_API uint64_t evrun_multiply_add(evrun_engine *engine, uint64_t steps);
 
 #if defined(__cplusplus)
 }

@@ -12,19 +12,19 @@ namespace evrun {
 struct Rows {
     const uint8_t *codes;   // [count, k/2]
     const uint8_t *scales;  // [count, k/32]
-    int count;              // a multiple of 4
+    int count;              // a multiple of 32
     int k;
     // What will be read after these rows: fetched ahead, never required to be readable.
     const uint8_t *next_codes, *next_scales;
 };
 
-// Many tokens meet rows that were expanded to int16 once: so many rows, over so many blocks of K, with so many tokens at
+// Many tokens meet rows that were expanded once: at most so many rows, over so many blocks of K, with so many tokens at
 // a time.
 constexpr int kManyRows = 32;
 constexpr int kManyBlocks = 5;
 constexpr int kTokensAtOnce = 64;
 
-// An expanded block: 2w as int16 and as int8, in the order of the digits, then a scale a lane.
+// An expanded block at most: 2w as int16 and as int8, in the order of the digits, then a scale a lane.
 constexpr int kRowBytes = kBlock * 2;
 constexpr int kRowScales = kRowBytes + kBlock;
 constexpr int kRowBlock = kRowScales + kLanes * 4;
@@ -37,20 +37,11 @@ struct Scratch {
     float *lanes;   // [kManyRows][kRowLanes]
 };
 
-constexpr int kNothing = INT32_MIN;    // range of a group without a nonzero value
-constexpr int kNotFinite = INT32_MAX;  // range of a group with an infinity or a NaN
-
-// 32 channels of one token: x = value * 2^exponent, |value| < 2^23.
-struct Group {
-    int32_t value[kGroup];
-    int exponent;
-    int range;  // exponent, kNothing or kNotFinite; then all values are zero
-};
-
 struct Kernels {
     const char *name;
     const char *description;
     bool (*supported)();
+    const Layout &layout;
 
     // The smallest and the largest of some bytes.
     void (*extremes)(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most);
@@ -60,15 +51,19 @@ struct Kernels {
     void (*quantise)(const float *x, Group *group);
     void (*fix)(const float *x, Group *group);
 
-    // y[t * rows.count + r] = row r times token t.
+    // y[t * rows.count + r] = row r times token t, whose memory is in `layout`.
     void (*multiply)(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch);
 
     uint64_t (*read)(const uint8_t *start, size_t bytes);
+
+    // Twelve chains of multiply-adds on registers, `steps` long; returns the number of floating-point operations.
+    uint64_t (*multiply_add)(uint64_t steps);
 };
 
 extern const Kernels kScalar;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
+extern const Kernels kAvx512;
 #endif
 
 }  // namespace evrun

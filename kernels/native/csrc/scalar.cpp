@@ -3,6 +3,7 @@
 
 #include "activation_math.h"
 #include "kernels.h"
+#include "wide_digits.h"
 
 namespace evrun {
 
@@ -65,8 +66,9 @@ void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scra
                     int32_t values[kBlock];
                     float scales[kBlockGroups];
                     for (int g = 0; g < kBlockGroups; ++g) {
-                        read_group(x[token + t], block * kBlockGroups + g, values + g * kGroup);
-                        std::memcpy(&scales[g], x[token + t].blocks + static_cast<ptrdiff_t>(block) * kTokenBlock + kTokenScales + lane_of(g) * 4, 4);
+                        const uint8_t *digits = x[token + t].blocks + static_cast<ptrdiff_t>(block) * kTokenBlock;
+                        get_wide(digits, x[token + t].low + static_cast<ptrdiff_t>(block) * kBlock, g, values + g * kGroup);
+                        std::memcpy(&scales[g], digits + kTokenScales + lane_of(g) * 4, 4);
                         scales[g] *= 1.0f / (1 << kLowBits);  // of the low digit
                     }
                     for (int r = 0; r < count; ++r) add_groups(w[r], values, scales, lanes(r, t));
@@ -88,10 +90,19 @@ uint64_t read(const uint8_t *start, size_t bytes) {
     return sum;
 }
 
+uint64_t multiply_add(uint64_t steps) {
+    constexpr int kSums = 12;
+    float sums[kSums] = {};
+    for (uint64_t i = 0; i < steps; ++i)
+        for (float &sum : sums) sum = sum * 0.5f + 0.5f;
+    for (float &sum : sums) asm volatile("" : "+m"(sum));
+    return steps * kSums * 2;
+}
+
 bool supported() { return true; }
 
 }  // namespace
 
-const Kernels kScalar = {"scalar", "plain C++", supported, extremes, swiglu_group, quantise_group, fix_group, multiply, read};
+const Kernels kScalar = {"scalar", "plain C++", supported, kWideDigits, extremes, swiglu_group, quantise_group, fix_group, multiply, read, multiply_add};
 
 }  // namespace evrun
