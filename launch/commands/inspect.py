@@ -28,11 +28,12 @@ REFRESH_S = 0.1
 @click.option("--require-complete", is_flag=True, help="What is not there yet fails.")
 @click.option("--digests", metavar="FILE", type=click.Path(path_type=Path), help="Compare with these SHA-256 sums; implies --deep.")
 @click.option("--write-digests", metavar="FILE", type=click.Path(path_type=Path), help="Write the sums, as sha256sum does; implies --deep.")
-@click.option("--threads", metavar="N", type=click.IntRange(1, 256), default=None, help="Shards read side by side. [default: cores, at most 8]")
+@click.option("--threads", metavar="N", type=click.IntRange(1, 256), default=None, help="Shards read at once. [default: cores, at most 8]")
 @json_option
 def command(
-    directory: Path, deep: bool, require_complete: bool, digests: Path | None, write_digests: Path | None, threads: int | None, as_json: bool
-) -> int:
+    directory: Path, deep: bool, require_complete: bool, digests: Path | None, write_digests: Path | None, threads: int | None,
+    as_json: bool,
+) -> int:  # fmt: skip
     """Check a checkpoint without starting anything: whole, sound, and the release's own figures where it is the release.
 
     DIR is a checkpoint's folder or a model's folder in a Hugging Face cache. Every check passes, fails or is undecided:

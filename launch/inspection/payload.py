@@ -97,7 +97,7 @@ def read_payload(path: Path, hashed: bool, expected: str | None, progress: Progr
     result = ShardPayload(path.name)
     shard, wrong = read_shard(path)
     if shard is None or shard.header.problems:
-        result.problems.append(f"{path}: {wrong or shard and shard.header.problems[0]}; it was sound a moment ago: is it being written?")
+        result.problems.append(f"{path}: {wrong or (shard and shard.header.problems[0])}; its header was read before: is it being written?")
         return result
     named = digest_in_name(shard.resolved)
     digest: Any = hashlib.sha256() if hashed or named else None
@@ -141,7 +141,7 @@ class _Reader:
         piece = self._buffer[:count]
         got = 0
         while got < count:
-            more = os.preadv(self._fd, [piece[got:]], self.at + got)
+            more = os.preadv(self._fd, [piece[got:].data], self.at + got)
             if more == 0:
                 raise OSError(5, f"the file ends at byte {self.at + got} although it had {self._size} bytes: was it cut?")
             got += more

@@ -12,7 +12,7 @@ from evrun.expert_worker.wire.checkpoint.shards import INDEX_FILE, read_shard
 from evrun.expert_worker.wire.checkpoint.survey import Survey
 from evrun.kernels.formats import E2M1_VALUES, E4M3_VALUES, e8m0_to_float32
 from evrun.launch.inspection import groups, release
-from evrun.launch.inspection.report import Report
+from evrun.launch.inspection.report import Outcome, Report
 
 OTHER = "this is another revision, or the file was changed: fetch it again"
 
@@ -28,11 +28,12 @@ def check_release(report: Report, found: Survey) -> None:
     _check_totals(report, found)
     for file, expected in release.FILE_SHA256.items():
         digest = index if file == INDEX_FILE else _sha256(found.directory / file)
-        _compare(report, "release hash", file, expected, digest, found.directory / file)
+        _compare(report, file, expected, digest, f"{found.directory / file}")
     _check_file_bytes(report, found)
     for name, expected in release.TENSOR_SHA256.items():
         data = _bytes_of(found, name)
-        _compare(report, "release hash", name, expected, hashlib.sha256(data).hexdigest() if data is not None else "", found.directory)
+        digest = hashlib.sha256(data).hexdigest() if data is not None else ""
+        _compare(report, name, expected, digest, f"{found.directory / found.weight_map.get(name, INDEX_FILE)}: {name}")
     for sample in release.SAMPLES:
         _check_sample(report, found, sample)
 
@@ -54,8 +55,9 @@ def _check_totals(report: Report, found: Survey) -> None:
         if number != expected:
             lines.append(f"{INDEX_FILE}: {what}: expected {expected}, found {number}; {OTHER}")
     whole = len(found.shards) == len(found.named)
-    outcome = "pass" if not lines else "fail" if whole else "undecided"
-    report.add("release totals", f"{release.TOTAL_SIZE} bytes", outcome, "equal to the byte" if not lines else f"{len(lines)} differ", lines)
+    outcome: Outcome = "pass" if not lines else "fail" if whole else "undecided"
+    words = "equal to the byte" if not lines else f"{len(lines)} differ"
+    report.add("release totals", f"{release.TOTAL_SIZE} bytes", outcome, words, lines)
 
 
 def _check_file_bytes(report: Report, found: Survey) -> None:
@@ -69,18 +71,17 @@ def _check_file_bytes(report: Report, found: Survey) -> None:
     total = sum(sizes.values())
     if whole and total != release.SHARD_FILES_BYTES:
         lines.append(f"{found.directory}: expected {release.SHARD_FILES_BYTES} bytes in all shard files, found {total}")
-    outcome = "fail" if lines else "pass" if whole else "undecided"
+    outcome: Outcome = "fail" if lines else "pass" if whole else "undecided"
     report.add("release files", f"{release.SHARD_FILES_BYTES} bytes", outcome, f"{len(sizes)} shard files, {total} bytes", lines)
 
 
-def _compare(report: Report, name: str, subject: str, expected: str, found: str, where: Path) -> None:
+def _compare(report: Report, subject: str, expected: str, found: str, where: str) -> None:
     if not found:
-        report.add(name, subject, "undecided", "not there yet")
+        report.add("release hash", subject, "undecided", "not there yet")
     elif found == expected:
-        report.add(name, subject, "pass", f"sha256 {found[:16]}...")
+        report.add("release hash", subject, "pass", f"sha256 {found[:16]}...")
     else:
-        line = f"{where}: {subject}: expected sha256 {expected}, found {found}; {OTHER}"
-        report.add(name, subject, "fail", "another hash", [line])
+        report.add("release hash", subject, "fail", "another hash", [f"{where}: expected sha256 {expected}, found {found}; {OTHER}"])
 
 
 def _check_sample(report: Report, found: Survey, sample: release.Sample) -> None:

@@ -37,7 +37,9 @@ class Report:
     payload: dict[str, Any] | None = None
     """Totals of `--deep`."""
 
-    def add(self, name: str, subject: str, outcome: Outcome, found: str, problems: list[str] | None = None, notes: list[str] | None = None) -> None:
+    def add(
+        self, name: str, subject: str, outcome: Outcome, found: str, problems: list[str] | None = None, notes: list[str] | None = None
+    ) -> None:
         self.checks.append(Check(name, subject, outcome, found, problems or [], notes or []))
 
     def counts(self) -> dict[Outcome, int]:

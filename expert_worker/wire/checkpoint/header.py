@@ -55,7 +55,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> tuple[int, str]:
     if file_bytes < LENGTH_BYTES or len(prefix) < LENGTH_BYTES:
         return 0, f"expected a safetensors file, found {file_bytes} bytes (a header length alone takes {LENGTH_BYTES}); copy the file again"
     if prefix[:LENGTH_BYTES] == LFS_POINTER:
-        return 0, f"expected a safetensors file, found a Git LFS pointer of {file_bytes} bytes: the file itself was not fetched; `git lfs pull`"
+        return 0, f"expected a safetensors file, found a Git LFS pointer of {file_bytes} bytes; `git lfs pull` fetches the file itself"
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         return 0, f"expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}: not a safetensors file; copy the file again"
