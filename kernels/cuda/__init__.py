@@ -13,7 +13,7 @@ from evrun.kernels.cuda.backend import CudaBackend
 from evrun.kernels.cuda.compile import Unit, architecture_for, compiled
 from evrun.kernels.cuda.driver import Device, Kernel, Module, device_uuids, driver_version
 from evrun.kernels.cuda.errors import UnavailableError
-from evrun.kernels.cuda.plan import MINIMUM_CAPABILITY, geometry_problem
+from evrun.kernels.cuda.plan import check_card
 
 
 class CompilingDevice(Device):
@@ -56,11 +56,5 @@ def create_on(
     device: CompilingDevice, shape: FfnShape, max_tokens: int, top_k: int, cache_dir: Path, num_experts: int = 1024
 ) -> CudaBackend:
     """As `create`, on a device that the caller keeps for its own copies and streams."""
-    problem = geometry_problem(shape)
-    if problem:
-        raise UnavailableError(problem)
-    capability = device.limits.capability
-    if capability < MINIMUM_CAPABILITY:
-        found, wanted = (".".join(map(str, c)) for c in (capability, MINIMUM_CAPABILITY))
-        raise UnavailableError(f"{device.name} has compute capability {found}; the kernels need {wanted} or newer")
+    check_card(shape, device.name, device.limits)
     return CudaBackend(device, shape, max_tokens, top_k, num_experts, cache_dir)

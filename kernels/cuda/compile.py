@@ -71,7 +71,7 @@ def compiled(unit: Unit, architecture: str, compiler: Nvrtc, driver_version: int
     if path.exists():
         return path.read_bytes()
     cache.mkdir(parents=True, exist_ok=True)
-    with _only_compiler(cache):
+    with only_compiler(cache):
         if not path.exists():
             code, _ = compiler.compile(unit.source, unit.text(), included, architecture, unit.options())
             with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
@@ -104,7 +104,7 @@ def _literal(value: int | float | str) -> str:
 
 
 @contextmanager
-def _only_compiler(cache: Path) -> Iterator[None]:
+def only_compiler(cache: Path) -> Iterator[None]:
     with (cache / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, by death too
         yield

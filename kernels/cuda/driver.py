@@ -194,8 +194,13 @@ class Kernel:
         return count.value
 
     def launch(self, blocks: int, threads: int, stream: Stream, params: ctypes.Structure, cooperative: bool = False) -> None:
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        grid = (blocks, 1, 1, threads, 1, 1, self._shared, stream.handle, pointers)
+        self.launch_with(blocks, threads, stream, (ctypes.c_void_p * 1)(ctypes.addressof(params)), cooperative)
+
+    def launch_with(
+        self, blocks: int, threads: int, stream: Stream, parameters: ctypes.Array[ctypes.c_void_p], cooperative: bool = False
+    ) -> None:
+        """`parameters`: the address of each parameter, which is copied at launch."""
+        grid = (blocks, 1, 1, threads, 1, 1, self._shared, stream.handle, parameters)
         if cooperative:
             self._device.call("cuLaunchCooperativeKernel", self._function, *grid)
         else:

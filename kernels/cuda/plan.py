@@ -80,6 +80,16 @@ def geometry_problem(shape: FfnShape) -> str | None:
     return None
 
 
+def check_card(shape: FfnShape, card: str, limits: Limits) -> None:
+    """Raises UnavailableError: a geometry that no kernel computes, a card that no kernel runs on."""
+    problem = geometry_problem(shape)
+    if problem:
+        raise UnavailableError(problem)
+    if limits.capability < MINIMUM_CAPABILITY:
+        found, wanted = (".".join(map(str, c)) for c in (limits.capability, MINIMUM_CAPABILITY))
+        raise UnavailableError(f"{card} has compute capability {found}; the kernels need {wanted} or newer")
+
+
 def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[SingleTokenPlan, ...]:
     """Cuts for few and for up to `top_k` experts at once, the fewest first; none: one token goes the way of many.
 
