@@ -36,23 +36,29 @@ class Trial:
     def run(self, x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """kernels.api's function for x [T, H]; ids [T, 1] are all 0, the row."""
         tokens, top_k, hidden = len(x), self._kernel.top_k, self._kernel.shape.hidden
+        out = np.zeros((tokens, hidden), np.float32)
+        target = self._put(out)
+        if tokens == 1 and self._kernel.single:
+            self._kernel.call_single(self._stream, self._put(x), self._row[None], [float(weights[0, 0])], target, "partial")
+            return self._get(target, out)
         all_ids = np.full((tokens, top_k), -1, np.int32)
         all_weights = np.zeros((tokens, top_k), np.float32)
         all_ids[:, :1], all_weights[:, :1] = ids, weights
         card_x, card_ids, card_weights = self._put(x), self._put(all_ids), self._put(all_weights)
         experts, rows = self._put(np.zeros(1, np.int32)), self._put(self._row)
-        out = np.zeros((tokens, hidden), np.float32)
-        target = self._put(out)
         self._kernel.call(self._stream, tokens, card_x, card_ids, card_weights, experts, rows, 1, target, "partial")
-        self._device.copy_out(out.ctypes.data, target, out.nbytes, self._stream)
-        self._stream.synchronize()
-        self._kernel.check()
-        return out
+        return self._get(target, out)
 
     def close(self) -> None:
         for memory in self._held:
             memory.close()
         self._stream.close()
+
+    def _get(self, address: int, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        self._device.copy_out(out.ctypes.data, address, out.nbytes, self._stream)
+        self._stream.synchronize()
+        self._kernel.check()
+        return out
 
     def _put(self, array: npt.NDArray[Any]) -> int:
         memory = self._device.allocate(array.nbytes)

@@ -103,9 +103,15 @@ def compute(backend: CudaBackend, side: Side, p: Problem, combine: Combine = "pa
     """The backend's answer. `onto`: a partial that the call adds to."""
     out = p.empty(combine) if onto is None else onto
     table = np.array([[side.put(getattr(row, name)) for name in ROW_FIELDS] for row in p.rows], np.uint64).reshape(-1, len(ROW_FIELDS))
-    addresses = [side.put(array) for array in (p.x, p.ids, p.weights, np.array(p.experts, np.int32), table)]
     out_address = side.put(out)
-    backend.call(side.stream, len(p.x), *addresses, len(p.experts), out_address, combine, accumulate=onto is not None)
+    if len(p.x) == 1 and backend.single:
+        drawn = [(i, float(p.weights[0, k])) for i, e in enumerate(p.experts) for k in range(p.ids.shape[1]) if p.ids[0, k] == e]
+        routes = [route for _, route in drawn]
+        rows = table[[i for i, _ in drawn]]
+        backend.call_single(side.stream, side.put(p.x), rows, routes, out_address, combine, accumulate=onto is not None)
+    else:
+        addresses = [side.put(array) for array in (p.x, p.ids, p.weights, np.array(p.experts, np.int32), table)]
+        backend.call(side.stream, len(p.x), *addresses, len(p.experts), out_address, combine, accumulate=onto is not None)
     result = side.get(out_address, out)
     try:
         backend.check()

@@ -103,6 +103,9 @@ class HostCard:
     def fill(self, to: int, byte: int, size_bytes: int, stream: HostStream) -> None:
         ctypes.memset(to, byte, size_bytes)
 
+    def copy_in(self, to: int, host: int, size_bytes: int, stream: HostStream) -> None:
+        ctypes.memmove(to, host, size_bytes)
+
     def copy_out(self, host: int, source: int, size_bytes: int, stream: HostStream) -> None:
         ctypes.memmove(host, source, size_bytes)
 

@@ -135,8 +135,8 @@ struct Grid {
     Thread* now = nullptr;
     std::vector<Thread*> ready;
     std::mt19937 random;
-    void (*body)(const Call&) = nullptr;
-    const Call* call = nullptr;
+    void (*body)(const void*) = nullptr;
+    const void* call = nullptr;
 };
 inline Grid grid;
 
@@ -180,13 +180,13 @@ inline void run(const Copy& copy) {
 }
 
 inline void start() {
-    grid.body(*grid.call);
+    grid.body(grid.call);
     grid.now->done = true;
     switch_to(grid.now->context, grid.scheduler);
 }
 
 // All blocks live at once, as in a cooperative launch.
-inline void launch(void (*body)(const Call&), const Call* call, int blocks, int threads, int shared_bytes, unsigned seed) {
+inline void launch(void (*body)(const void*), const void* call, int blocks, int threads, int shared_bytes, unsigned seed) {
     constexpr int STACK = 96 * 1024;
     grid = Grid();
     grid.blocks = blocks, grid.threads = threads, grid.body = body, grid.call = call;
@@ -236,12 +236,13 @@ struct HostIndex { u32 x; };
 #define blockIdx (HostIndex{u32(host::grid.now->block->index)})
 #define gridDim (HostIndex{u32(host::grid.blocks)})
 
-#define KERNEL(name, threads, blocks)                                                                                    \
-    static void name##_body(const Call& call);                                                                           \
-    extern "C" void name(const Call* call, int grid, int block, int shared_bytes, unsigned seed) {                       \
-        host::launch(name##_body, call, grid, block, shared_bytes, seed);                                                \
+#define KERNEL_OF(Parameters, name, threads, blocks)                                                                     \
+    static void name##_body(const Parameters& call);                                                                     \
+    extern "C" void name(const void* call, int grid, int block, int shared_bytes, unsigned seed) {                       \
+        host::launch([](const void* p) { name##_body(*static_cast<const Parameters*>(p)); }, call, grid, block, shared_bytes, seed); \
     }                                                                                                                    \
-    static void name##_body(const Call& call)
+    static void name##_body(const Parameters& call)
+#define KERNEL(name, threads, blocks) KERNEL_OF(Call, name, threads, blocks)
 
 inline u8* shared_memory() { return host::grid.now->block->shared; }
 inline u32 shared_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - shared_memory()); }
@@ -272,7 +273,6 @@ inline float half_float(u32 bits) { return static_cast<float>(host::bits_as<_Flo
 #define HAS_E4M3 0
 inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u32 max_u32(u32 a, u32 b) { return std::max(a, b); }
-inline uint4 load_shared_by_grid(const void* address) { return *static_cast<const uint4*>(address); }
 
 template <int BYTES>
 void copy_async(u32 to, const void* from, bool valid) {
@@ -309,10 +309,17 @@ inline void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
     for (int i = 0; i < 4; ++i) c[i] = sums.c[i];
 }
 
-inline u32 grid_phase(const u32*) { return 0; }
-inline void sync_grid(u32*, u32) {
-    sync_block();
-    host::meet(host::grid.meeting, host::grid.blocks * host::grid.threads);
+inline u64 arrive(u64* arrivals) { return (*arrivals)++; }
+inline void send_word(u64* to, u32 word, u32 launch) { *to = u64(launch) << 32 | word; }
+template <int COUNT>
+bool poll_words(const u64* from, u32 launch, u32 (&words)[COUNT * 2]) {
+    bool arrived = true;
+    for (int i = 0; i < COUNT * 2; ++i) words[i] = u32(from[i]), arrived = arrived && u32(from[i] >> 32) == launch;
+    return arrived;
+}
+inline void let_others_run() {
+    host::grid.ready.push_back(host::grid.now);
+    host::switch_to(host::grid.now->context, host::grid.scheduler);
 }
 inline void report(u32* status, u32 value) { *status = value; }
 inline void atomic_min(u64* where, u64 value) { *where = std::min(*where, value); }
