@@ -89,7 +89,7 @@ def zero_rows(piece: U8, row_bytes: int) -> Mask:
     mask: Mask
     if row_bytes % 8 == 0:
         words = piece.view(np.uint64).reshape(-1, row_bytes // 8)
-        mask = np.equal(words[:, 0], 0)
+        mask = np.asarray(words[:, 0] == 0)
     else:
         mask = ~rows[:, : min(8, row_bytes)].any(axis=1)
     maybe = np.flatnonzero(mask)
