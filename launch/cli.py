@@ -32,6 +32,7 @@ COMMANDS = {
     "restart": ("evrun.launch.commands.control:restart", "Replace a rank's process, or revive it."),
     "stop": ("evrun.launch.commands.control:stop", "End a run."),
     "inspect": ("evrun.launch.commands.inspect:command", "Check a checkpoint: whole, sound, the release."),
+    "doctor": ("evrun.launch.commands.doctor:command", "Look at this machine: does it fit, how fast will it be."),
     "bench": ("evrun.launch.commands.bench:command", "Measure; every figure beside its floor."),
     "make-checkpoint": ("evrun.launch.make_checkpoint:make_checkpoint", "Write a checkpoint of any geometry."),
 }

@@ -1,0 +1,135 @@
+"""How fast this process runs the dense tree of a geometry: a few layers of full width with random weights, timed by part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evrun.coordinator.models.registry import load_model
+from evrun.expert_worker.wire.checkpoint.config import ModelConfig
+from evrun.expert_worker.wire.checkpoint.dtypes import ITEM_BYTES
+from evrun.expert_worker.wire.checkpoint.reader import Tensor
+from evrun.expert_worker.wire.checkpoint.schema import is_skipped, other_specs
+from evrun.launch.doctor.rates import Rate
+
+LARGEST_VOCABULARY = 16384
+"""The head's rate does not depend on its length."""
+PASSES = (16, 64)
+REPEATS = 3
+ENOUGH_S = 1.5
+"""No further repetition after this."""
+PARTS = ("attention", "shared", "head")
+
+
+def few_layers(config: ModelConfig) -> ModelConfig:
+    """The geometry cut to one layer of each of its two commonest compress ratios, without Engram."""
+    ratios = sorted(ratio for ratio, _ in Counter(config.compress_ratios).most_common(2))
+    sources = tuple(i for i, ratio in enumerate(ratios) if ratio)
+    vocabulary = min(config.vocab_size, LARGEST_VOCABULARY)
+    return dataclasses.replace(
+        config, num_hidden_layers=len(ratios), compress_ratios=tuple(ratios), kv_source_layer_ids=sources, index_source_layer_ids=sources,
+        candidate_source_layer_id=-1, engram_layer_ids=(), engram_num_embeddings=(), vocab_size=vocabulary,
+        bos_token_id=min(config.bos_token_id, vocabulary - 1), eos_token_id=min(config.eos_token_id, vocabulary - 1),
+    )  # fmt: skip
+
+
+class RandomCheckpoint:
+    """What a model is loaded from: tensors of a geometry's names and shapes with ordinary values, made when asked for."""
+
+    directory = Path()
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._specs = {name: spec for name, spec in other_specs(config).items() if not is_skipped(name)}
+        self._pattern = np.random.default_rng(0).integers(0, 64, 1 << 20, dtype=np.uint8)
+
+    def tensor(self, name: str) -> Tensor:
+        dtype, shape = self._specs[name]
+        size = ITEM_BYTES[dtype] * math.prod(shape)
+        if dtype == "F8_E8M0":
+            data = np.full(size, 118, np.uint8)
+        elif dtype == "F8_E4M3":
+            data = np.resize(self._pattern, size)
+        else:
+            values = np.resize((self._pattern.astype(np.float32) - 32) / 512, math.prod(shape))
+            data = values.view(np.uint8) if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return Tensor(name, dtype, shape, Path("random"), 0, data.reshape(*shape[:-1], -1))
+
+
+class Stopwatch:
+    """Takes the place of the routed experts: their hand-out and their collection cut a forward call into its parts."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._at = 0.0
+
+    def begin(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._at = time.perf_counter()
+
+    def __call__(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.lap("attention")
+
+        def collect() -> torch.Tensor:
+            self.lap("shared")
+            return torch.zeros(x.shape, dtype=torch.float32)
+
+        return collect
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self._at
+        self._at = now
+
+
+def part_bytes(config: ModelConfig) -> dict[str, int]:
+    """Bytes of weights that a token reads, by part; the embedding and the Engram tables are only looked up in."""
+    sizes = dict.fromkeys(PARTS, 0)
+    for name, (dtype, shape) in other_specs(config).items():
+        if is_skipped(name) or name == "embed.weight" or ".engram.embed." in name:
+            continue
+        part = "head" if name == "head.weight" else "shared" if ".shared_experts." in name else "attention"
+        sizes[part] += ITEM_BYTES[dtype] * math.prod(shape)
+    return sizes
+
+
+def measure(config: ModelConfig, numerics: str, dtype: str, dense_dtype: str, context: int, threads: int) -> dict[str, Rate]:
+    """Rate by part, at position `context` of a sequence."""
+    torch.set_num_threads(threads)
+    config = few_layers(config)
+    model = load_model(
+        RandomCheckpoint(config),  # type: ignore[arg-type]
+        dtype=dtype, numerics=numerics, dense_dtype=dense_dtype, device="cpu", token_map=None, progress=lambda done, what: None,
+    )  # fmt: skip
+    watch = Stopwatch()
+    seconds = {tokens: _parts(model, watch, config, tokens, context) for tokens in (1, *PASSES)}
+    sizes = part_bytes(config)
+    few, many = PASSES
+    return {p: Rate.fit(sizes[p], seconds[1][p], (few, seconds[few][p]), (many, seconds[many][p])) for p in PARTS}
+
+
+def _parts(model: Any, watch: Stopwatch, config: ModelConfig, tokens: int, context: int) -> dict[str, float]:
+    """Seconds by part of a forward call, the least of a few; single tokens come first and warm up for the rest."""
+    state = model.new_state(context + (REPEATS + 1) * tokens)
+    for source in state.sources.values():
+        for values in (source.entries, source.keys, source.open):
+            values.fill_(0.01)
+    state.position = context
+    ids = (np.arange(tokens) % config.vocab_size).tolist()
+    laps: list[dict[str, float]] = []
+    until = time.perf_counter() + ENOUGH_S
+    with torch.inference_mode():
+        while len(laps) < (2 if tokens == 1 else 1) or (len(laps) <= REPEATS and time.perf_counter() < until):
+            watch.begin()
+            model.forward(ids, state, watch)
+            watch.lap("head")
+            laps.append(watch.seconds)
+    return {part: min(lap[part] for lap in laps) for part in PARTS}
