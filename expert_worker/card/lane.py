@@ -2,13 +2,14 @@
 
 All copies of a call are issued before anything is waited for; the kernels of one run of experts read one half of the
 staging memory while the next run's rows fill the other. Nothing is allocated per token. One token whose rows are on the
-card costs a copy of the input, a launch and a wait: the kernel writes its result straight into the reply memory.
+card costs one native function (`kernels/cuda/issue.py`): the kernel writes its result straight into the reply memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,17 @@ from evrun.kernels.api import BadScaleError, Combine, FfnShape
 from evrun.kernels.cuda import errors
 from evrun.kernels.cuda.backend import CudaBackend
 from evrun.kernels.cuda.driver import REGISTER_MAPPED, REGISTER_PORTABLE, Registration
+from evrun.kernels.cuda.issue import NativeIssue
 from evrun.kernels.cuda.params import ROW_BYTES
+from evrun.kernels.native.library import NativeLibraryError
 
 RESERVE_BYTES = 1 << 30
 """Card memory left to others when the cache takes what is free."""
+SPIN_S = 200e-6
+"""Longest time that the wait for one token's kernels keeps a core busy, where every process has one."""
+TAIL_OF_ONE, TAIL_OF_MANY = 1, 2
+"""Rows of the last run of a call of one token, and of more: what is left to compute when the last byte has come."""
+MANY_ARRAYS = 64
 log = logging.getLogger("card")
 
 
@@ -53,6 +61,12 @@ class Inputs:
             offsets.append(offsets[-1] + -(-size // 256) * 256)
         return offsets
 
+    def write_x(self, x: npt.NDArray[Any], stream: Any) -> int:
+        """Bring the activations of one token to the card. Returns their address there."""
+        ctypes.memmove(self._host.address, x.ctypes.data, x.nbytes)
+        self._device.copy_in(self._card.address, self._host.address, x.nbytes, stream)
+        return self._card.address
+
     def write(self, x: npt.NDArray[Any], ids: npt.NDArray[Any], weights: npt.NDArray[Any], experts: Sequence[int]) -> list[int]:
         """Fill the pinned block, all but the row addresses. Returns the five addresses on the card."""
         offsets = self._offsets(len(x))
@@ -61,9 +75,8 @@ class Inputs:
         self._rows_at, self._rows_done, self._sent = offsets[4], offsets[4], 0
         return [self._card.address + offset for offset in offsets[:5]]
 
-    def add_rows(self, addresses: Sequence[tuple[int, ...]]) -> None:
-        """Row addresses of the next run, behind those of the runs before."""
-        table = np.asarray(addresses, np.uint64)
+    def add_rows(self, table: npt.NDArray[np.uint64]) -> None:
+        """Row addresses [n, 6] of the next run, behind those of the runs before."""
         ctypes.memmove(self._host.address + self._rows_done, table.ctypes.data, table.nbytes)
         self._rows_done += table.nbytes
 
@@ -76,6 +89,11 @@ class Inputs:
         self._host.close()
         self._card.close()
 
+    @property
+    def native(self) -> tuple[Any, int]:
+        """(pinned memory, address on the card) of x, for `NativeIssue`."""
+        return self._host, self._card.address
+
 
 class CardLane:
     """expert_worker.lane.Lane on one card."""
@@ -87,6 +105,7 @@ class CardLane:
         """Raises DeviceError: no driver, no such card, no memory, no compiler, a kernel that fails its self-test."""
         config, rows = checkpoint.config, Rows(checkpoint)
         self._rows, self._beat = rows, beat
+        self._addresses: dict[int, tuple[npt.NDArray[Any], int]] = {}
         self._combine: Combine = "exact" if spec.combine == "exact" else "partial"
         self._itemsize = 2 if spec.dtype == "bfloat16" else 4
         self._hidden = config.hidden_size
@@ -113,6 +132,7 @@ class CardLane:
             cache_bytes = max(0, min(free, spec.card_cache_bytes if spec.card_cache_bytes >= 0 else free))
             self._ladder = CardRows(self._device, checkpoint, cache_bytes, spec.pin_budget_bytes, spec.threads, beat, spec.rungs)
             self._ladder.probe()
+            self._one = self._native(spec) if self._direct is not None else None
             problem = self_test_of(self._device, self._kernel)
             if problem:
                 raise DeviceError(f"kernel self-test of {self._kernel.name} on {self._device.name} failed: {problem}")
@@ -133,17 +153,42 @@ class CardLane:
     ) -> int:  # fmt: skip
         """As CpuLane.compute. Raises RunError when the card fails: the process ends and is started again."""
         try:
-            rows = self._issue(layer, experts, x, ids, weights, out)
-            self._stream.synchronize()
-            self._kernel.check()
-        except (BadScaleError, errors.NonFiniteError):
-            self._find_fault(layer, experts, x, ids, weights)
-            raise AssertionError("_find_fault always raises") from None
+            slots = self._ladder.resident(layer, experts) if self._one and len(x) == 1 else None
+            if slots is not None:
+                rows = self._resident(experts, slots, x, ids, weights, out)
+            else:
+                rows = self._issue(layer, experts, x, ids, weights, out)
+                self._stream.synchronize()
+            if self._kernel.suspicious:
+                self._find_fault(layer, experts, x, ids, weights)
         except errors.DeviceError as error:
             raise RunError(f"layer {layer}, experts {' '.join(map(str, experts))}: the card failed: {error}") from error
-        cache = self._ladder.cache
-        self.bytes_by_rung |= {"cache hits": cache.hits, "cache misses": cache.misses, "cache evictions": cache.evictions}
+        cache, counts = self._ladder.cache, self.bytes_by_rung
+        counts["cache hits"], counts["cache misses"], counts["cache evictions"] = cache.hits, cache.misses, cache.evictions
         return rows
+
+    def _resident(
+        self, experts: Sequence[int], slots: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32], out: npt.NDArray[Any],
+    ) -> int:  # fmt: skip
+        """One token whose rows are on the card: one native function."""
+        assert self._one is not None
+        x_at, ids_at, weights_at = map(self._address, (x, ids, weights))
+        drawn = self._one.call(x_at, ids_at, weights_at, experts, slots, self._reply_on_card + self._result_at, self._combine == "exact")
+        if drawn < 0:
+            raise self._device.fail("evrun_card_call", -drawn)
+        if drawn == 0:
+            out[...] = 0
+        return drawn
+
+    def _address(self, array: npt.NDArray[Any]) -> int:
+        """Of an array that comes again at every call: numpy takes a microsecond to say it."""
+        known = self._addresses.get(id(array))
+        if known is None or known[0] is not array:
+            if len(self._addresses) >= MANY_ARRAYS:
+                self._addresses.clear()
+            known = self._addresses[id(array)] = array, array.ctypes.data
+        return known[1]
 
     def _issue(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
@@ -151,13 +196,15 @@ class CardLane:
     ) -> int:  # fmt: skip
         """Put the whole call on the streams; waits for nothing but arena pieces. Returns the pairs it computes."""
         tokens, stream = len(x), self._stream
+        if tokens == 1 and self._kernel.single:
+            return self._issue_single(layer, experts, x, ids, weights, out)
         draws = np.bincount(ids.ravel(), minlength=max(experts) + 1)
         card_x, card_ids, card_weights, card_experts, card_rows = self._inputs.write(x, ids, weights, experts)
         target = self._target(out, tokens)
         protected = {(layer, e) for e in experts}
         done = pairs = 0
-        for number, run in enumerate(self._ladder.cut(layer, experts)):
-            self._inputs.add_rows(self._ladder.bring_in([(layer, e) for e in run], number, stream, protected))
+        for number, run in enumerate(self._ladder.cut(layer, experts, TAIL_OF_MANY)):
+            self._inputs.add_rows(self._ladder.table[self._ladder.bring_in([(layer, e) for e in run], number, stream, protected)])
             self._inputs.send(stream)
             to = target + pairs * self._hidden * self._itemsize if self._combine == "exact" else target
             table = card_experts + 4 * done, card_rows + ROW_BYTES * done
@@ -173,6 +220,31 @@ class CardLane:
             self._device.copy_out(out.ctypes.data, target, rows * out.shape[1] * out.itemsize, stream)
         return pairs
 
+    def _issue_single(
+        self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
+        out: npt.NDArray[Any],
+    ) -> int:  # fmt: skip
+        """`_issue` for one token: the rows of all its experts are asked for before its activations."""
+        stream, target, exact = self._stream, self._target(out, 1), self._combine == "exact"
+        routes = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
+        protected = {(layer, e) for e in experts}
+        x_at = pairs = 0
+        for number, run in enumerate(self._ladder.cut(layer, experts, TAIL_OF_ONE)):
+            slots = self._ladder.bring_in([(layer, e) for e in run], number, stream, protected)
+            x_at = x_at or self._inputs.write_x(x, stream)
+            drawn = [(slot, routes[e]) for slot, e in zip(slots, run, strict=True) if e in routes]
+            rows = self._ladder.table[[slot for slot, _ in drawn]]
+            to = target + pairs * self._hidden * self._itemsize if exact else target
+            self._kernel.call_single(stream, x_at, rows, [route for _, route in drawn], to, self._combine, accumulate=number > 0)
+            event = self._events[number % 2]
+            event.record(stream)
+            self._ladder.passed(number, event)
+            pairs += len(drawn)
+            self._beat()
+        if target == self._out.address:
+            self._device.copy_out(out.ctypes.data, target, (pairs if exact else 1) * out.shape[1] * out.itemsize, stream)
+        return pairs
+
     def _target(self, out: npt.NDArray[Any], tokens: int) -> int:
         """Where the kernels write: for one token straight into the reply memory, if the card can see it."""
         if tokens > 1 or self._direct is None:
@@ -183,19 +255,38 @@ class CardLane:
         """The reply memory's address as the card sees it; None when it cannot be registered (results are copied then)."""
         view = np.frombuffer(reply.memory, np.uint8)
         self._reply_address = view.ctypes.data
+        self._result_at = reply.partial(1).ctypes.data - self._reply_address
         try:
             self._registration: Registration = self._device.register(self._reply_address, view.nbytes, REGISTER_PORTABLE | REGISTER_MAPPED)
-            return self._device.host_device_address(self._reply_address)
+            self._reply_on_card = self._device.host_device_address(self._reply_address)
+            return self._reply_on_card
         except errors.DeviceError as error:
             if error.lost:
                 raise
             log.warning("results are copied instead of written in place: %s", error)
             return None
 
+    def _native(self, spec: WorkerSpec) -> NativeIssue | None:
+        """The short way for one token; None, with the reason in the log, where there is none."""
+        single = self._kernel.single
+        if single is None:
+            return None
+        pinned, card_x = self._inputs.native
+        spin_s = SPIN_S if (os.cpu_count() or 1) > spec.world_size + 1 else 0.0
+        try:
+            return NativeIssue(
+                self._device, single, self._kernel.top_k, self._stream, self._ladder.table, pinned, card_x,
+                self._hidden * self._itemsize, spin_s,
+            )  # fmt: skip
+        except NativeLibraryError as error:
+            log.warning("calls of one token take a longer way, about 0.1 ms each: %s", error)
+            return None
+
     def _find_fault(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]
     ) -> None:
         """Compute the experts one by one until the bad one shows. Raises PayloadError."""
+        self._kernel.forget()
         scratch = np.empty((x.size // self._hidden * ids.shape[1], self._hidden), np.float32)
         self._ladder.forget([(layer, e) for e in experts])
         for expert in experts:

@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from evrun.expert_worker.card.cache import CardCache, Key
 from evrun.expert_worker.card.layout import RowLayout, lay_out, slot_bytes
 from evrun.expert_worker.card.rungs import Arena, Registered
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError
 from evrun.kernels.cuda.driver import Device, Event, Stream
+from evrun.kernels.cuda.params import ROW_FIELDS
 
 HALF = 8
 """Rows of a half of the staging memory: one half is filled while the kernels read the other."""
@@ -43,11 +46,14 @@ class CardRows:
         self.cache = CardCache(min(max(0, cache_bytes) // self._slot_bytes, all_rows))
         self._cache_memory = device.allocate(self.cache.slots * self._slot_bytes)
         self._staging_memory = device.allocate(staging_bytes(self._row_bytes))
+        self.table = np.zeros((self.cache.slots + 2 * HALF, len(ROW_FIELDS)), np.uint64)
+        """[slots, 6] addresses on the card of the tensors of the row in a slot: first the cache's slots, then the staging
+        memory's."""
         self.copies = device.stream()
         self._passed: list[Event | None] = [None, None]
         """Per half of the staging memory: recorded once the kernels have read it."""
         self._arrived = [device.event(), device.event()]
-        self._registered = Registered(device, checkpoint, pin_bytes, beat) if "registered" in rungs else None
+        self._registered = Registered(device, checkpoint, pin_bytes, beat, self.copies.synchronize) if "registered" in rungs else None
         self._arena = Arena(device, checkpoint, threads, beat) if "arena" in rungs else None
         self._layouts: dict[Key, RowLayout] = {}
         self.bytes_by_rung = {"card": 0, "registered": 0, "arena": 0}
@@ -67,52 +73,62 @@ class CardRows:
         if self._registered is None and self._arena is None:
             raise DeviceError("no rung below the card cache works on this machine; allow the arena rung")
 
-    def cut(self, layer: int, experts: Sequence[int]) -> list[list[int]]:
-        """A call's experts in runs of which each needs at most HALF rows brought in."""
+    def resident(self, layer: int, experts: Sequence[int]) -> list[int] | None:
+        """The slots of rows that are all in the cache; None when one is not, and nothing has happened then."""
+        keys = [(layer, expert) for expert in experts]
+        cache = self.cache
+        if not all(map(cache.__contains__, keys)):
+            return None
+        self.bytes_by_rung["card"] += self._row_bytes * len(keys)
+        return [slot for slot in map(cache.find, keys) if slot is not None]
+
+    def cut(self, layer: int, experts: Sequence[int], tail: int) -> list[list[int]]:
+        """A call's experts in runs of which each needs at most HALF rows brought in, the last one at most `tail`: its
+        kernels are what is left to do once the last byte has arrived."""
+        missing = [(layer, expert) not in self.cache for expert in experts]
+        last = sum(missing) - tail
         runs: list[list[int]] = [[]]
-        missing = 0
-        for expert in experts:
-            resident = (layer, expert) in self.cache
-            if not resident and missing == HALF:
+        brought = in_run = 0
+        for expert, lacks in zip(experts, missing, strict=True):
+            if lacks and in_run and (in_run == HALF or brought == last):
                 runs.append([])
-                missing = 0
-            missing += not resident
+                in_run = 0
+            brought += lacks
+            in_run += lacks
             runs[-1].append(expert)
         return runs
 
-    def bring_in(self, keys: Sequence[Key], run: int, compute: Stream, protected: set[Key]) -> list[tuple[int, ...]]:
-        """Addresses of the six tensors of every row, on the card once `compute` gets there.
+    def bring_in(self, keys: Sequence[Key], run: int, compute: Stream, protected: set[Key]) -> list[int]:
+        """Slots of the rows, on the card once `compute` gets there.
 
         run  number of the run within its call; runs take the halves of the staging memory in turn
         """
         half, staged, issued = run % 2, 0, False
-        addresses = []
+        slots = []
         in_use = list({copy.shard for key in keys for copy in self._layout(key).copies})
         for key in keys:
-            layout = self._layout(key)
             slot = self.cache.find(key) if self.cache.slots else None
             if slot is not None:
-                base = self._cache_memory.address + slot * self._slot_bytes
                 self.bytes_by_rung["card"] += self._row_bytes
             else:
-                admitted = self.cache.admit(key, protected) if self.cache.slots else None
-                if admitted is None:
-                    base = self._staging_memory.address + (half * HALF + staged) * self._slot_bytes
+                slot = self.cache.admit(key, protected) if self.cache.slots else None
+                if slot is None:
+                    slot = self.cache.slots + half * HALF + staged
                     staged += 1
                     passed = self._passed[half]
                     if passed is not None:
                         self.copies.wait(passed)
                         self._passed[half] = None
-                else:
-                    base = self._cache_memory.address + admitted * self._slot_bytes
-                self._copy(layout, base, in_use)
+                self._copy(self._layout(key), slot, in_use)
                 issued = True
-            addresses.append(tuple(base + place for place in layout.tensors))
+            slots.append(slot)
         if issued:
+            if self._arena:
+                self._arena.flush(self.copies)
             arrived = self._arrived[half]
             arrived.record(self.copies)
             compute.wait(arrived)
-        return addresses
+        return slots
 
     def passed(self, run: int, event: Event) -> None:
         """The kernels of this run have read their rows once `event` is reached."""
@@ -136,7 +152,12 @@ class CardRows:
             found = self._layouts[key] = lay_out(self._checkpoint.expert(*key))
         return found
 
-    def _copy(self, layout: RowLayout, base: int, in_use: Sequence[Path]) -> None:
+    def _copy(self, layout: RowLayout, slot: int, in_use: Sequence[Path]) -> None:
+        staged = slot - self.cache.slots
+        base = self._cache_memory.address + slot * self._slot_bytes
+        if staged >= 0:
+            base = self._staging_memory.address + staged * self._slot_bytes
+        self.table[slot] = [base + place for place in layout.tensors]
         for copy in layout.copies:
             address = self._registered.address(copy.shard, in_use) if self._registered else None
             if address is not None:

@@ -35,12 +35,15 @@ class Registered:
 
     budget_bytes  most bytes registered at a time
     beat          called while a shard's pages are read in, which may take long when they are not in the page cache
+    drain         waits for copies that may still be under way; called before a shard is let go
     """
 
     name = "registered"
 
-    def __init__(self, device: Device, checkpoint: Checkpoint, budget_bytes: int, beat: Callable[[], None]) -> None:
-        self._device, self._checkpoint, self._beat = device, checkpoint, beat
+    def __init__(
+        self, device: Device, checkpoint: Checkpoint, budget_bytes: int, beat: Callable[[], None], drain: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._device, self._checkpoint, self._beat, self._drain = device, checkpoint, beat, drain
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._shards: OrderedDict[Path, tuple[Registration, object, int]] = OrderedDict()
@@ -66,7 +69,7 @@ class Registered:
     def address(self, shard: Path, in_use: Sequence[Path]) -> int | None:
         """Host address of the shard's first byte in a registered mapping, or None: the next rung serves it.
 
-        in_use  shards whose copies may still be under way: not let go
+        in_use  shards that stay: the caller is about to copy from them
         """
         found = self._shards.get(shard)
         if found:
@@ -90,6 +93,7 @@ class Registered:
             if self.used_bytes + size <= self.budget_bytes:
                 break
             if shard not in in_use:
+                self._drain()
                 registration, _, held = self._shards.pop(shard)
                 registration.close()
                 self.used_bytes -= held
@@ -153,31 +157,36 @@ class Arena:
         self._events: list[Event] = [device.event() for _ in range(PIECES)]
         self._used = [False] * PIECES
         self._next = 0
+        self._filling: deque[tuple[int, int, int, Future[None]]] = deque()
+        """Pieces on their way into pinned memory, oldest first: (piece, address on the card, bytes, when it is filled)."""
         self._threads = max(1, min(threads, PIECES // 2))
         self._pool = ThreadPoolExecutor(self._threads)
 
     def copy(self, what: Copy, to: int, stream: Stream) -> None:
-        """Bring `what` to address `to` on the card. Returns when the last piece was issued.
+        """Bring `what` to address `to` on the card; `flush` ends a sequence of copies.
 
-        Pieces are filled side by side, one thread each, and leave for the card in order.
+        Pieces are filled side by side, one thread each, across the copies of a sequence, and leave for the card in order.
         """
         source = self._checkpoint.mapping(what.shard)[what.offset : what.offset + what.size_bytes]
-        filling: deque[tuple[int, int, int, Future[None]]] = deque()
         for start in range(0, what.size_bytes, PIECE_BYTES):
-            if len(filling) == self._threads:
-                self._issue(*filling.popleft(), to, stream)
+            if len(self._filling) == self._threads:
+                self._issue(stream)
             piece, self._next = self._next, (self._next + 1) % PIECES
             if self._used[piece]:
                 self._events[piece].synchronize()
             part = source[start : start + PIECE_BYTES]
             room = self._pinned.array[piece * PIECE_BYTES :][: len(part)]
-            filling.append((piece, start, len(part), self._pool.submit(np.copyto, room, part)))
-        while filling:
-            self._issue(*filling.popleft(), to, stream)
+            self._filling.append((piece, to + start, len(part), self._pool.submit(np.copyto, room, part)))
 
-    def _issue(self, piece: int, start: int, size: int, filled: Future[None], to: int, stream: Stream) -> None:
+    def flush(self, stream: Stream) -> None:
+        """Returns when every piece was issued."""
+        while self._filling:
+            self._issue(stream)
+
+    def _issue(self, stream: Stream) -> None:
+        piece, to, size, filled = self._filling.popleft()
         filled.result()
-        self._device.copy_in(to + start, self._pinned.address + piece * PIECE_BYTES, size, stream)
+        self._device.copy_in(to, self._pinned.address + piece * PIECE_BYTES, size, stream)
         self._events[piece].record(stream)
         self._used[piece] = True
         self._beat()

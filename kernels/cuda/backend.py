@@ -39,6 +39,9 @@ class _Word(_Memory, Protocol):
 
 
 class _Kernel(Protocol):
+    @property
+    def function(self) -> Any: ...
+
     def launch(self, blocks: int, threads: int, stream: Any, params: ctypes.Structure, cooperative: bool = False) -> None: ...
 
     def blocks_per_multiprocessor(self, threads: int) -> int: ...
@@ -231,6 +234,15 @@ class CudaBackend:
 
     def _prepare_blocks(self, channels: int) -> int:
         return min(self._blocks * 8, -(-channels // (8 * _THREADS)))
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether `check` has something to say of a call that the stream has passed."""
+        return self._status_word.value != 0
+
+    def forget(self) -> None:
+        """Drop what `check` would say."""
+        self._status_word.value = 0
 
     def check(self) -> None:
         """To be asked once the stream has passed a call, before its rows may change. Costs a read of host memory.

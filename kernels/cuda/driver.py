@@ -187,6 +187,11 @@ class Kernel:
         device.call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
         device.call("cuFuncSetAttribute", self._function, _FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes)
 
+    @property
+    def function(self) -> ctypes.c_void_p:
+        """The driver's handle."""
+        return self._function
+
     def blocks_per_multiprocessor(self, threads: int) -> int:
         count = ctypes.c_int()
         query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
@@ -252,13 +257,21 @@ class Device:
         code: int = getattr(self._driver, function)(*arguments)
         if code == 0 or code in allowed:
             return code
+        raise self.fail(function, code)
+
+    def address_of(self, function: str) -> int:
+        """Where a function of the driver lies, for native code."""
+        return ctypes.cast(getattr(self._driver, function), ctypes.c_void_p).value or 0
+
+    def fail(self, function: str, code: int) -> DeviceError:
+        """What a driver call that native code made says; sticks as in `call`."""
         text = ctypes.c_char_p()
         self._driver.cuGetErrorString(code, ctypes.byref(text))
         lost = code in _STICKY
         error = DeviceError(function, code, _error_name(self._driver, code), (text.value or b"").decode(), lost)
         if lost:
             self.lost = error
-        raise error
+        return error
 
     def use(self) -> None:
         """Make the card current in the calling thread; every thread that uses it does so once."""

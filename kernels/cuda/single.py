@@ -24,6 +24,9 @@ class _Memory(Protocol):
 
 
 class _Kernel(Protocol):
+    @property
+    def function(self) -> Any: ...
+
     def launch(self, blocks: int, threads: int, stream: Any, params: ctypes.Structure, cooperative: bool = False) -> None: ...
 
 
@@ -48,7 +51,13 @@ class SingleToken:
         for memory, size in zip(self.held, (8 * words, 8), strict=True):
             card.fill(memory.address, 0, size, stream)
         stream.synchronize()
-        self.params = _with_drawn(most)(status=status, act=self.held[0].address, arrivals=self.held[1].address, byte=256)
+        self._type = _with_drawn(most)
+        self._same = {"status": status, "act": self.held[0].address, "arrivals": self.held[1].address, "byte": 256}
+        self._parameters = self.new_parameters()
+
+    def new_parameters(self) -> Any:
+        """`params.OneToken` with room for the experts of a launch, and what is the same in all launches filled in."""
+        return self._type(**self._same)
 
     def kernel_for(self, num_experts: int) -> tuple[SingleTokenPlan, _Kernel]:
         """The one that holds this many experts with the least room to spare, or the one that holds most."""
@@ -58,7 +67,7 @@ class SingleToken:
         self, stream: Any, x: int, rows: npt.NDArray[np.uint64], routes: Sequence[float], out: int, exact: bool, accumulate: bool
     ) -> None:
         """See `CudaBackend.call_single`; at least one row."""
-        params = self.params
+        params = self._parameters
         plan, kernel = self.kernel_for(len(rows))
         params.x, params.out, params.exact, params.accumulate = x, out, int(exact), int(accumulate)
         for first in range(0, len(rows), plan.experts_at_once):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cuda_emulated import HOPPER, HostCard, HostStream
+from test_cuda_emulated import CALLED, HOPPER, HostCard, HostStream
 
 from evrun.expert_worker.card import rungs
 from evrun.expert_worker.card.lane import CardLane
@@ -19,11 +19,12 @@ from evrun.expert_worker.lane import CpuLane
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
-from evrun.expert_worker.wire.errors import DeviceError, PayloadError
+from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
 from evrun.expert_worker.wire.slots import ReplyMemory, SlotLayout
 from evrun.kernels.cuda.driver import REGISTER_READ_ONLY
 from evrun.kernels.cuda.errors import DeviceError as CardError
 from evrun.kernels.cuda.errors import UnavailableError
+from evrun.kernels.native.library import NativeLibraryError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]  # compiles the kernels
 FULL = Path(__file__).parents[1] / "golden" / "full" / "checkpoint"
@@ -79,6 +80,9 @@ class EmulatedCard(HostCard):
     def host_device_address(self, address: int) -> int:
         return address
 
+    def fail(self, function: str, code: int) -> CardError:
+        return CardError(function, code, "CUDA_ERROR_LAUNCH_FAILED")
+
     def copy_in(self, to: int, host: int, size: int, stream: HostStream) -> None:
         self.copied.append((host, size))
         ctypes.memmove(to, host, size)
@@ -123,6 +127,13 @@ class Bench:
         expected = np.empty_like(out)
         self.cpu.compute(layer, experts, x, ids, weights, expected)
         return out.copy(), expected
+
+    def drawn(self, layer: int) -> list[int]:
+        """The experts that the one token of `both` draws."""
+        config = self.checkpoint.config
+        random = np.random.default_rng(layer * 100 + 1)
+        random.standard_normal((1, config.hidden_size))
+        return random.permutation(config.n_routed_experts)[: config.num_experts_per_tok].tolist()
 
     def close(self) -> None:
         os.close(self._fd)
@@ -184,6 +195,42 @@ def test_the_cache_saves_copies_and_counts(bench: Any) -> None:
     assert b.lane.bytes_by_rung["registered"] == moved
     assert (b.lane.bytes_by_rung["cache hits"], b.lane.bytes_by_rung["cache misses"]) == (2, 2)
     assert b.lane.bytes_by_rung["card"] == 2 * b.checkpoint.config.row_bytes
+
+
+@pytest.mark.parametrize("combine", ["partial", "exact"])
+def test_one_token_takes_the_native_way_and_gives_the_bits_of_the_other(
+    bench: Any, kernels: Path, combine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched = len(CALLED)
+    b = bench(card_cache_bytes=-1, combine=combine)
+    some = sorted([*b.drawn(1)[:3], next(e for e in ALL if e not in b.drawn(1))])
+    b.both(1, 1, some)
+    assert len(CALLED) == launched
+    native, expected = b.both(1, 1, some)
+    close_to(native, expected)
+    assert len(CALLED) == launched + 1
+    nothing = [e for e in ALL if e not in b.drawn(1)][:2]
+    b.both(1, 1, nothing)
+    got, _ = b.both(1, 1, nothing)
+    assert not got.any()
+
+    def missing(*_: Any) -> Any:
+        raise NativeLibraryError("not built")
+
+    monkeypatch.setattr("evrun.expert_worker.card.lane.NativeIssue", missing)
+    b = bench(card_cache_bytes=-1, combine=combine)
+    assert "a longer way" in caplog.text
+    monkeypatch.undo()
+    b.both(1, 1, some)
+    np.testing.assert_array_equal(b.both(1, 1, some)[0], native)
+
+
+def test_a_driver_error_in_native_code_ends_the_worker(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = bench(card_cache_bytes=-1)
+    b.both(1, 1, [1, 4, 8])
+    monkeypatch.setattr(b.lane._one, "_call", lambda *_: -719)
+    with pytest.raises(RunError, match=r"layer 1, experts 1 4 8: the card failed: evrun_card_call: CUDA_ERROR_LAUNCH_FAILED \(719\)"):
+        b.both(1, 1, [1, 4, 8])
 
 
 def test_a_driver_without_the_read_only_flag(bench: Any, kernels: Path) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -50,6 +50,8 @@ class HostMemory:
 
 
 class HostStream:
+    handle = None
+
     def synchronize(self) -> None:
         pass
 
@@ -76,14 +78,50 @@ class HostSide:
 
 
 class HostKernel:
+    by_handle: ClassVar[list[Any]] = [None]
+
     def __init__(self, function: Any, shared_bytes: int) -> None:
         self._function, self._shared = function, shared_bytes
+        self.function = len(self.by_handle)
+        self.by_handle.append(function)
 
     def blocks_per_multiprocessor(self, threads: int) -> int:
         return 1
 
     def launch(self, blocks: int, threads: int, stream: HostStream, params: ctypes.Structure, cooperative: bool = False) -> None:
         self._function(ctypes.byref(params), blocks, threads, self._shared, 17 * blocks + threads)
+
+
+C = ctypes
+CALLED: list[int] = []
+"""Launches that native code made."""
+
+
+@C.CFUNCTYPE(C.c_int, C.c_void_p, *[C.c_uint] * 7, C.c_void_p, C.POINTER(C.c_void_p))
+def launch(function: int, blocks: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, parameters: Any) -> int:
+    CALLED.append(function)
+    HostKernel.by_handle[function](C.c_void_p(parameters[0]), blocks, threads, shared, 17 * blocks + threads)
+    return 0
+
+
+@C.CFUNCTYPE(C.c_int, C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p)
+def copy_in(to: int, host: int, size: int, stream: int) -> int:
+    C.memmove(to, host, size)
+    return 0
+
+
+@C.CFUNCTYPE(C.c_int, C.c_void_p)
+def of_stream(stream: int) -> int:
+    return 0
+
+
+DRIVER = {
+    "cuLaunchCooperativeKernel": launch,
+    "cuMemcpyHtoDAsync_v2": copy_in,
+    "cuStreamQuery": of_stream,
+    "cuStreamSynchronize": of_stream,
+}
+"""What native code calls of the driver."""
 
 
 class HostCard:
@@ -96,6 +134,9 @@ class HostCard:
         return HostMemory(size_bytes)
 
     pinned = allocate
+
+    def address_of(self, function: str) -> int:
+        return ctypes.cast(DRIVER[function], ctypes.c_void_p).value or 0
 
     def stream(self) -> HostStream:
         return HostStream()

@@ -1,0 +1,102 @@
+"""The shortest way of one token's call to a card: one native function that copies, launches and waits.
+
+It is part of the native library (`kernels/native/csrc/card_issue.cpp`) and gets the driver's functions as addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from evrun.kernels.cuda.single import SingleToken
+from evrun.kernels.native import library
+
+_FUNCTIONS = ("cuLaunchCooperativeKernel", "cuMemcpyHtoDAsync_v2", "cuStreamQuery", "cuStreamSynchronize")
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("blocks", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("experts_at_once", ctypes.c_int32),
+    )
+
+
+class _Card(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("launch", "copy_in", "query", "synchronize", "stream", "parameters", "kernels", "rows")),
+        ("pinned_x", ctypes.c_void_p),
+        ("card_x", ctypes.c_uint64),
+        ("x_bytes", ctypes.c_int64),
+        ("spin_ns", ctypes.c_int64),
+        ("num_kernels", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+    )
+
+
+class _Pinned(Protocol):
+    address: int
+    device_address: int
+
+
+class Driver(Protocol):
+    """What is asked of a `driver.Device`."""
+
+    def address_of(self, function: str) -> int: ...
+
+
+class NativeIssue:
+    """Made once per worker; belongs to the thread that uses the card.
+
+    stream   a driver.Stream
+    rows     [slots, 6] uint64: addresses of a row's tensors, read at every call
+    pinned   holds x [H]
+    card_x   device address x is copied to, or 0: the kernels read `pinned` over the link
+    spin_s   longest time a wait asks again and again before it waits as the driver does
+    Raises NativeLibraryError.
+    """
+
+    def __init__(
+        self, driver: Driver, single: SingleToken, top_k: int, stream: Any, rows: npt.NDArray[np.uint64], pinned: _Pinned, card_x: int,
+        x_bytes: int, spin_s: float,
+    ) -> None:  # fmt: skip
+        loaded = library.load()
+        try:
+            self._call = loaded.evrun_card_call
+        except AttributeError:
+            raise library.NativeLibraryError(f"{library.FILE_NAME} has no evrun_card_call: install again") from None
+        self._parameters = single.new_parameters()
+        self._parameters.x = card_x or pinned.device_address
+        kernels = [_Kernel(k.function, p.blocks, p.threads, p.shared_bytes, p.experts_at_once) for p, k in single.kernels]
+        self._kernels = (_Kernel * len(kernels))(*kernels)
+        functions = (driver.address_of(name) for name in _FUNCTIONS)
+        places = stream.handle, ctypes.addressof(self._parameters), ctypes.addressof(self._kernels), rows.ctypes.data, pinned.address
+        self._card = _Card(*functions, *places, card_x, x_bytes, int(spin_s * 1e9), len(single.kernels), top_k)
+        self._held = rows, pinned, stream
+        self._experts: Any = (ctypes.c_int32 * top_k)()
+        self._slots: Any = (ctypes.c_int32 * top_k)()
+        pointer = ctypes.c_void_p
+        self._call.argtypes = (pointer, pointer, pointer, pointer, pointer, pointer, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int32)
+        self._call.restype = ctypes.c_int32
+        self._places = ctypes.addressof(self._card), ctypes.addressof(self._experts), ctypes.addressof(self._slots)
+
+    def call(self, x: int, ids: int, weights: int, experts: Sequence[int], slots: Sequence[int], out: int, exact: bool) -> int:
+        """A whole call, the wait included.
+
+        x, ids, weights  host addresses of [H] activation dtype, [K] int32, [K] fp32
+        experts, slots   at most top_k expert ids, ascending, and where their rows lie in `rows`; experts that ids do not name
+                         are left out
+        out              address as the card sees it: `params.OneToken.out`
+        Returns how many experts were computed, or the driver's error as a negative number.
+        """
+        count = len(experts)
+        self._experts[:count], self._slots[:count] = experts, slots
+        card, own_experts, own_slots = self._places
+        done: int = self._call(card, x, ids, weights, own_experts, own_slots, count, out, exact)
+        return done
