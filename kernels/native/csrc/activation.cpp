@@ -5,7 +5,8 @@
 namespace evrun {
 
 TokenStore::TokenStore(const Layout &layout, int k, int count) : layout_(layout) {
-    const size_t blocks = static_cast<size_t>(blocks_of(k)), groups = blocks * kBlockGroups;
+    const size_t together = static_cast<size_t>(layout.groups), blocks = (static_cast<size_t>(k / kGroup) + together - 1) / together;
+    const size_t groups = blocks * together;
     low_offset_ = blocks * layout.block_bytes;
     used_offset_ = low_offset_ + blocks * layout.low_bytes;
     exponent_offset_ = used_offset_ + groups;
@@ -22,8 +23,8 @@ TokenStore::~TokenStore() {
 
 void TokenStore::put(int token, int group, const Group &value) {
     uint8_t *base = at(token);
-    const size_t block = static_cast<size_t>(group / kBlockGroups);
-    layout_.put(value, group % kBlockGroups, base + block * layout_.block_bytes, base + low_offset_ + block * layout_.low_bytes);
+    const size_t block = static_cast<size_t>(group / layout_.groups);
+    layout_.put(value, group % layout_.groups, base + block * layout_.block_bytes, base + low_offset_ + block * layout_.low_bytes);
     int32_t any = 0;
     for (int code = 0; code < kGroup; ++code) any |= value.value[code];
     base[used_offset_ + static_cast<size_t>(group)] = any % (1 << kLowBits) != 0;
@@ -38,9 +39,9 @@ Token TokenStore::token(int token) const {
 
 Group TokenStore::get(int token, int group) const {
     Group out;
-    const size_t block = static_cast<size_t>(group / kBlockGroups);
+    const size_t block = static_cast<size_t>(group / layout_.groups);
     const uint8_t *base = at(token);
-    layout_.get(base + block * layout_.block_bytes, base + low_offset_ + block * layout_.low_bytes, group % kBlockGroups, out.value);
+    layout_.get(base + block * layout_.block_bytes, base + low_offset_ + block * layout_.low_bytes, group % layout_.groups, out.value);
     int16_t exponent;
     std::memcpy(&exponent, base + exponent_offset_ + static_cast<size_t>(group) * 2, 2);
     out.exponent = out.range = exponent;

@@ -1,7 +1,8 @@
 // The kernels with AVX-512, its byte permutations (VBMI) and byte products (VNNI). Built with its own flags: nothing here may
 // be shared with other files, so only static functions of the headers are used.
 //
-// Every vector holds two rows: eight lanes of one, eight of the next, over the same block of K.
+// A vector holds 16 lanes. With few tokens these are two blocks of one row, so that a row is read in one go; with many they are
+// one block of two rows.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -21,6 +22,7 @@ namespace {
 inline __m512i load(const void *p) { return _mm512_loadu_si512(p); }
 inline __m256i load_half(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 inline __m512i load_twice(const void *p) { return _mm512_broadcast_i64x4(load_half(p)); }
+inline __m512 load_floats(const void *p) { return _mm512_castsi512_ps(load(p)); }
 inline __m512 load_floats_twice(const void *p) { return _mm512_castsi512_ps(load_twice(p)); }
 inline __m512i load_pair(const uint8_t *first, const uint8_t *second) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(load_half(first)), load_half(second), 1);
@@ -31,10 +33,8 @@ inline __m512i code_values() {
     return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
 
-// Eight scale bytes a row -> fp32 in the order of lanes. A byte becomes the exponent; byte 0 is 2^-127, a subnormal.
-inline __m512 scale_values(const uint8_t *first, const uint8_t *second) {
-    const __m128i bytes = _mm_castpd_si128(
-        _mm_loadh_pd(_mm_load_sd(reinterpret_cast<const double *>(first)), reinterpret_cast<const double *>(second)));
+// Twice eight scale bytes -> fp32 in the order of lanes. A byte becomes the exponent; byte 0 is 2^-127, a subnormal.
+inline __m512 scale_values(__m128i bytes) {
     const __m512i where = _mm512_slli_epi32(_mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15), 24);
     const __m512i spread = _mm512_maskz_permutexvar_epi8(0x8888888888888888, where, _mm512_castsi128_si512(bytes));
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_srli_epi32(spread, 1), _mm512_set1_epi32(0x00400000)));
@@ -47,15 +47,20 @@ inline float add_lanes(__m256 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(fours, _mm_movehdup_ps(fours)));
 }
 
-// The last, partial block of two rows, filled up with zeros.
+inline __m128i load_scales(const uint8_t *p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
+inline __m128i load_scales(const uint8_t *first, const uint8_t *second) {
+    const __m128d low = _mm_load_sd(reinterpret_cast<const double *>(first));
+    return _mm_castpd_si128(_mm_loadh_pd(low, reinterpret_cast<const double *>(second)));
+}
+
+// The last blocks of a row, filled up with zeros to `kBlocks`.
+template <int kBlocks>
 struct Tail {
-    uint8_t codes[2][kBlockBytes] = {}, scales[2][kBlockGroups] = {};
+    uint8_t codes[kBlocks * kBlockBytes] = {}, scales[kBlocks * kBlockGroups] = {};
     Tail(const uint8_t *row_codes, const uint8_t *row_scales, int k) {
-        const int left = k % kBlock, full = k / kBlock;
-        for (int r = 0; r < 2; ++r) {
-            std::memcpy(codes[r], row_codes + r * (k / 2) + full * kBlockBytes, static_cast<size_t>(left / 2));
-            std::memcpy(scales[r], row_scales + r * (k / kGroup) + full * kBlockGroups, static_cast<size_t>(left / kGroup));
-        }
+        const int left = k % (kBlocks * kBlock), before = k - left;
+        std::memcpy(codes, row_codes + before / 2, static_cast<size_t>(left / 2));
+        std::memcpy(scales, row_scales + before / kGroup, static_cast<size_t>(left / kGroup));
     }
 };
 
@@ -78,7 +83,7 @@ void extremes(const uint8_t *bytes, size_t count, uint8_t *least, uint8_t *most)
     *most = high;
 }
 
-// A block of two rows as bytes in the order of digits.
+// Two blocks as bytes in the order of digits.
 struct Weights {
     __m512i vector[kByteVectors];
 };
@@ -107,67 +112,74 @@ EVRUN_INLINE __m512 join(__m512i top, __m512i middle, __m512i low) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(1.0f / (1 << kLowBits)), join(top, middle));
 }
 
-// Not the intrinsic: GCC 12 drops it from the loops below.
-EVRUN_INLINE void fetch_codes(const uint8_t *p) { asm volatile("prefetchnta %0" : : "m"(*p)); }
+// Not the intrinsics: GCC 12 drops them from the loops below.
+EVRUN_INLINE void fetch_soon(const uint8_t *p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 EVRUN_INLINE void fetch_later(const uint8_t *p) { asm volatile("prefetcht1 %0" : : "m"(*p)); }
-EVRUN_INLINE void fetch_scales(const uint8_t *p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 
-// How far ahead codes are fetched, at least. Whole pairs of rows, so that the fetches of a pair run through one linear piece.
-constexpr int kAheadBytes = 4096;
+// How far ahead codes are fetched: from memory, at least, in whole rows; and from the second-level cache. Neither alone keeps
+// enough lines on their way.
+constexpr ptrdiff_t kLaterBytes = 4096, kSoonBytes = 1536;
 
-// One block of two rows times kTokens tokens.
-template <int kTokens>
-EVRUN_INLINE void add_block(const uint8_t *first, const uint8_t *second, __m512 scales, const Token *x, ptrdiff_t block, __m512 *lanes) {
-    const Weights w = decode(first, second);
-    for (int t = 0; t < kTokens; ++t) {
-        const uint8_t *digits = x[t].blocks + block * kTokenBlock, *lows = x[t].low + block * kLowBlock;
-        __m512i top = _mm512_setzero_si512(), middle = load_twice(digits + kTokenStarts), low = load_twice(lows + kLowStarts);
-#pragma GCC unroll 8
-        for (int v = 0; v < kByteVectors; ++v) {
-            middle = _mm512_dpbusd_epi32(middle, w.vector[v], load_twice(digits + v * 64));
-            top = _mm512_dpbusd_epi32(top, w.vector[v], load_twice(digits + v * 64 + 32));
-            low = _mm512_dpbusd_epi32(low, w.vector[v], load_twice(lows + v * 32));
-        }
-        lanes[t] = _mm512_fmadd_ps(join(top, middle, low), _mm512_mul_ps(scales, load_floats_twice(digits + kTokenScales)), lanes[t]);
+EVRUN_INLINE void fetch_codes(const uint8_t *soon, const uint8_t *later, int bytes) {
+    for (int line = 0; line < bytes; line += 64) {
+        fetch_later(later + line);
+        fetch_soon(soon + line);
     }
 }
 
-// Two rows times kTokens tokens: the weights of a block go from the packed codes into registers and no further.
+// Two blocks of one row times kTokens tokens.
 template <int kTokens>
-EVRUN_INLINE void rows_times(const uint8_t *codes, const uint8_t *scales, int k, const uint8_t *ahead, const Token *x, float *y, ptrdiff_t stride) {
-    const int full = k / kBlock;
-    const uint8_t *second = codes + k / 2, *second_scales = scales + k / kGroup;
-    __m512 lanes[kTokens];
-    for (int t = 0; t < kTokens; ++t) lanes[t] = _mm512_setzero_ps();
-    for (int b = 0; b < full; ++b) {
-        for (int line = 0; line < 2 * kBlockBytes; line += 64) fetch_codes(ahead + b * 2 * kBlockBytes + line);
-        const __m512 w_scales = scale_values(scales + b * kBlockGroups, second_scales + b * kBlockGroups);
-        add_block<kTokens>(codes + b * kBlockBytes, second + b * kBlockBytes, w_scales, x, b, lanes);
-    }
-    if (k % kBlock) {
-        const Tail tail(codes, scales, k);
-        add_block<kTokens>(tail.codes[0], tail.codes[1], scale_values(tail.scales[0], tail.scales[1]), x, full, lanes);
-    }
+EVRUN_INLINE void add_blocks(const uint8_t *codes, const uint8_t *scales, const Token *x, ptrdiff_t blocks, __m256 *lanes) {
+    const Weights w = decode(codes, codes + kBlockBytes);
+    const __m512 w_scales = scale_values(load_scales(scales));
     for (int t = 0; t < kTokens; ++t) {
-        y[t * stride] = add_lanes(_mm512_castps512_ps256(lanes[t]));
-        y[t * stride + 1] = add_lanes(_mm512_extractf32x8_ps(lanes[t], 1));
+        const uint8_t *digits = x[t].blocks + blocks * kTokenBlock, *lows = x[t].low + blocks * kLowBlock;
+        __m512i top = _mm512_setzero_si512(), middle = load(digits + kTokenStarts), low = load(lows + kLowStarts);
+#pragma GCC unroll 8
+        for (int v = 0; v < kByteVectors; ++v) {
+            middle = _mm512_dpbusd_epi32(middle, w.vector[v], load(digits + v * 2 * kVectorBytes));
+            top = _mm512_dpbusd_epi32(top, w.vector[v], load(digits + (v * 2 + 1) * kVectorBytes));
+            low = _mm512_dpbusd_epi32(low, w.vector[v], load(lows + v * kVectorBytes));
+        }
+        const __m512 sums = join(top, middle, low), scale = _mm512_mul_ps(w_scales, load_floats(digits + kTokenScales));
+        lanes[t] = _mm256_fmadd_ps(_mm512_castps512_ps256(sums), _mm512_castps512_ps256(scale), lanes[t]);
+        lanes[t] = _mm256_fmadd_ps(_mm512_extractf32x8_ps(sums, 1), _mm512_extractf32x8_ps(scale, 1), lanes[t]);
     }
+}
+
+// One row times kTokens tokens: the weights of a step go from the packed codes into registers and no further.
+template <int kTokens>
+EVRUN_INLINE void row_times(const uint8_t *codes, const uint8_t *scales, int k, const uint8_t *later, const Token *x, float *y, ptrdiff_t stride) {
+    constexpr int kStep = 2 * kBlock, kStepBytes = kStep / 2;
+    const int full = k / kStep, left = k % kStep;
+    const uint8_t *const soon = codes + kSoonBytes;
+    __m256 lanes[kTokens];
+    for (int t = 0; t < kTokens; ++t) lanes[t] = _mm256_setzero_ps();
+    for (int b = 0; b < full; ++b) {
+        fetch_codes(soon + b * kStepBytes, later + b * kStepBytes, kStepBytes);
+        add_blocks<kTokens>(codes + b * kStepBytes, scales + b * (kStep / kGroup), x, b, lanes);
+    }
+    if (left) {
+        fetch_codes(soon + full * kStepBytes, later + full * kStepBytes, left / 2);
+        const Tail<2> tail(codes, scales, k);
+        add_blocks<kTokens>(tail.codes, tail.scales, x, full, lanes);
+    }
+    for (int t = 0; t < kTokens; ++t) y[t * stride] = add_lanes(lanes[t]);
 }
 
 // Up to so many tokens rows are not expanded.
 constexpr int kFewTokens = 2;
 
 void few(const Rows &rows, const Token *x, int tokens, float *y) {
-    const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup, stride = rows.count;
-    const int lead = 2 * (static_cast<int>(kAheadBytes / (2 * row_bytes)) + 1);
-    for (int r = 0; r < rows.count; r += 2) {
+    const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup, stride = rows.count, lead = kLaterBytes / row_bytes + 1;
+    for (int r = 0; r < rows.count; ++r) {
         const uint8_t *codes = rows.codes + r * row_bytes, *scales = rows.scales + r * row_groups;
-        const uint8_t *ahead = r + lead < rows.count ? codes + lead * row_bytes : rows.next_codes + (r + lead - rows.count) * row_bytes;
-        for (ptrdiff_t i = 0; i < 2 * row_groups; i += 64) fetch_scales(rows.next_scales + r * row_groups + i);
+        const uint8_t *later = r + lead < rows.count ? codes + lead * row_bytes : rows.next_codes + (r + lead - rows.count) * row_bytes;
+        for (ptrdiff_t i = 0; i < row_groups; i += 64) fetch_later(rows.next_scales + r * row_groups + i);
         if (tokens == 2)
-            rows_times<2>(codes, scales, rows.k, ahead, x, y + r, stride);
+            row_times<2>(codes, scales, rows.k, later, x, y + r, stride);
         else
-            rows_times<1>(codes, scales, rows.k, ahead, x, y + r, stride);
+            row_times<1>(codes, scales, rows.k, later, x, y + r, stride);
     }
 }
 
@@ -202,10 +214,10 @@ void expand(const Rows &rows, int first_row, int first_block, int blocks, uint8_
                 fetch_later(ahead + row_bytes);
                 fetch_later(ahead + row_bytes + 64);
                 expand_pair(codes + b * kBlockBytes, codes + row_bytes + b * kBlockBytes,
-                            scale_values(scales + b * kBlockGroups, scales + row_groups + b * kBlockGroups), to);
+                            scale_values(load_scales(scales + b * kBlockGroups, scales + row_groups + b * kBlockGroups)), to);
             } else {
-                const Tail tail(codes, scales, rows.k);
-                expand_pair(tail.codes[0], tail.codes[1], scale_values(tail.scales[0], tail.scales[1]), to);
+                const Tail<1> tail(codes, scales, rows.k), second(codes + row_bytes, scales + row_groups, rows.k);
+                expand_pair(tail.codes, second.codes, scale_values(load_scales(tail.scales, second.scales)), to);
             }
         }
     }
@@ -222,8 +234,8 @@ EVRUN_INLINE void add_tile(const uint8_t *w, const uint8_t *digits, const uint8_
     }
 #pragma GCC unroll 8
     for (int v = 0; v < kByteVectors; ++v) {
-        const __m512i middle_digits = load_twice(digits + v * 64), top_digits = load_twice(digits + v * 64 + 32);
-        const __m512i low_digits = kLow ? load_twice(lows + v * 32) : top_digits;
+        const __m512i middle_digits = load_twice(digits + v * 2 * kVectorBytes), top_digits = load_twice(digits + (v * 2 + 1) * kVectorBytes);
+        const __m512i low_digits = kLow ? load_twice(lows + v * kVectorBytes) : top_digits;
         for (int p = 0; p < kTilePairs; ++p) {
             const __m512i weights = _mm512_load_si512(w + (v * kTilePairs + p) * 64);
             middle[p] = _mm512_dpbusd_epi32(middle[p], weights, middle_digits);
@@ -240,10 +252,11 @@ EVRUN_INLINE void add_tile(const uint8_t *w, const uint8_t *digits, const uint8_
 }
 
 void add_tiles(const uint8_t *w, int blocks, const Token &x, ptrdiff_t first_block, float *lanes) {
-    const uint8_t *digits = x.blocks + first_block * kTokenBlock, *lows = x.low + first_block * kLowBlock;
-    for (int b = 0; b < blocks; ++b, w += kTileBlock, digits += kTokenBlock, lows += kLowBlock) {
+    for (ptrdiff_t b = first_block; b < first_block + blocks; ++b, w += kTileBlock) {
+        const uint8_t *digits = x.blocks + b / 2 * kTokenBlock + b % 2 * (kVectorBytes / 2);
+        const uint8_t *lows = x.low + b / 2 * kLowBlock + b % 2 * (kVectorBytes / 2);
         uint64_t used;
-        std::memcpy(&used, x.used + (first_block + b) * kBlockGroups, 8);
+        std::memcpy(&used, x.used + b * kBlockGroups, 8);
         if (used)
             add_tile<true>(w, digits, lows, lanes);
         else

@@ -29,9 +29,9 @@ static inline int blocks_of(int k) { return (k + kBlock - 1) / kBlock; }
 constexpr int kLowBits = 8;
 
 struct Token {
-    const uint8_t *blocks;  // [blocks of K]
-    const uint8_t *low;     // [blocks of K]
-    const uint8_t *used;    // [blocks of K][8] nonzero: some low digit of the group is
+    const uint8_t *blocks;  // [blocks of a Layout]
+    const uint8_t *low;     // [blocks of a Layout]
+    const uint8_t *used;    // [groups, whole blocks] nonzero: some low digit of the group is
 };
 
 constexpr int kNothing = INT32_MIN;    // range of a group without a nonzero value
@@ -47,7 +47,8 @@ struct Group {
 
 // A memory layout of activations.
 struct Layout {
-    size_t block_bytes, low_bytes;  // of one block of K in Token::blocks and Token::low
+    int groups;                     // that lie together
+    size_t block_bytes, low_bytes;  // of so many groups in Token::blocks and Token::low
     void (*put)(const Group &group, int inside, uint8_t *block, uint8_t *low);
     void (*get)(const uint8_t *block, const uint8_t *low, int inside, int32_t *values);
 };

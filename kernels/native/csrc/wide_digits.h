@@ -37,6 +37,6 @@ static inline void get_wide(const uint8_t *block, const uint8_t *low, int inside
         }
 }
 
-constexpr Layout kWideDigits = {kTokenBlock, kBlock, put_wide, get_wide};
+constexpr Layout kWideDigits = {kBlockGroups, kTokenBlock, kBlock, put_wide, get_wide};
 
 }  // namespace evrun
