@@ -23,8 +23,8 @@ RING_LIMIT = 8
 CUTS = ((16, 2), (16, 1), (8, 2), (8, 1), (4, 1))
 """(warps, steps) of the single-token kernel, the best first."""
 FEW_EXPERTS = 2
-WARPS_FOR_FEW = (20, 16)
-"""What a rank of four has of one token leaves room for more warps."""
+WARPS_FOR_FEW = {1: (20, 16), 3: (16,)}
+"""By planes. What a rank of four has of one token leaves room for more warps."""
 CACHE_ALIGNMENT = 16
 
 
@@ -100,7 +100,7 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[Sing
         for warps, steps in CUTS:
             widest = _single_token(shape, limits, warps, steps, experts)
             if widest.ring >= 2:
-                few = [_single_token(shape, limits, w, steps, FEW_EXPERTS) for w in WARPS_FOR_FEW] if experts > FEW_EXPERTS else []
+                few = [_single_token(shape, limits, w, steps, FEW_EXPERTS) for w in WARPS_FOR_FEW[planes(shape)]] if experts > FEW_EXPERTS else []
                 return (*[plan for plan in few if plan.ring >= 2][:1], widest)
     return ()
 

@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,13 @@ def random_rows(seed: int = 1) -> list[Row]:
     return [Row(*map(part, range(6))) for _ in range(DISTINCT)]
 
 
+class Table(NamedTuple):
+    """Addresses of rows, [n, 6], on the host and on the card."""
+
+    rows: Any
+    address: int
+
+
 class Rows:
     """SLOTS experts on the card; slot s holds row s % DISTINCT."""
 
@@ -73,8 +80,9 @@ class Rows:
     def address(self, slot: int) -> int:
         return self.memory.address + slot * ROW_BYTES
 
-    def table(self, slots: Iterable[int]) -> Any:
-        return np.array([[self.address(s) + int(o) for o in OFFSETS[:6]] for s in slots], np.uint64)
+    def table(self, device: cuda.CompilingDevice, stream: Stream, slots: Iterable[int]) -> Table:
+        rows = np.array([[self.address(s) + int(o) for o in OFFSETS[:6]] for s in slots], np.uint64)
+        return Table(rows, upload(device, stream, rows))
 
 
 class Inputs:
@@ -131,15 +139,26 @@ def copy_rate(device: cuda.CompilingDevice, stream: Stream) -> float:
     return 2 * size / statistics.median(times)
 
 
+def call(
+    device: cuda.CompilingDevice, stream: Stream, backend: CudaBackend, inputs: Inputs, table: Table, experts: int, out: int,
+    combine: Combine = "partial",
+) -> None:  # fmt: skip
+    """One call of either kind. Of one token the experts are those below `experts`."""
+    if len(inputs.x) == 1 and backend.single:
+        backend.call_single(stream, inputs.addresses[0], table.rows, inputs.weights[0, :experts].tolist(), out, combine)
+    else:
+        backend.call(stream, len(inputs.x), *inputs.addresses, table.address, experts, out, combine)
+
+
 def time_calls(
-    device: cuda.CompilingDevice, stream: Stream, backend: CudaBackend, inputs: Inputs, tables: Sequence[int], experts: int, out: int,
+    device: cuda.CompilingDevice, stream: Stream, backend: CudaBackend, inputs: Inputs, tables: Sequence[Table], experts: int, out: int,
     combine: Combine = "partial", graph: bool = True, repeats: int = 15,
 ) -> float:  # fmt: skip
     """Seconds of one call: the median over `repeats` rounds, each a call per table."""
 
     def calls() -> None:
         for table in tables:
-            backend.call(stream, len(inputs.x), *inputs.addresses, table, experts, out, combine)
+            call(device, stream, backend, inputs, table, experts, out, combine)
 
     calls()
     stream.synchronize()
@@ -175,7 +194,7 @@ def measure(device: cuda.CompilingDevice, cases: Sequence[tuple[int, int, str, s
         inputs.upload(device, stream)
         used = len(np.intersect1d(np.unique(inputs.ids), inputs.experts))
         sets = max(1, SLOTS // experts)
-        tables = [upload(device, stream, rows.table(range(s * experts, (s + 1) * experts))) for s in range(sets)]
+        tables = [rows.table(device, stream, range(s * experts, (s + 1) * experts)) for s in range(sets)]
         out = device.allocate(tokens * HIDDEN * 4)
         seconds = time_calls(device, stream, backend, inputs, tables, experts, out.address)
         pairs = int(np.isin(inputs.ids, inputs.experts).sum())
@@ -232,8 +251,7 @@ def check(device: cuda.CompilingDevice, wanted: dict[str, Any], cache: Path) -> 
             inputs.upload(device, stream)
             out, got = device.allocate(tokens * HIDDEN * 4), np.empty((tokens, HIDDEN), np.float32)
             device.fill(out.address, 0xFF, got.nbytes, stream)
-            table = upload(device, stream, rows.table(range(experts)))
-            backend.call(stream, tokens, *inputs.addresses, table, experts, out.address, "partial")
+            call(device, stream, backend, inputs, rows.table(device, stream, range(experts)), experts, out.address)
             device.copy_out(got.ctypes.data, out.address, got.nbytes, stream)
             stream.synchronize()
             backend.check()

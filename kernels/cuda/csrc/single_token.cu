@@ -44,6 +44,16 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host plans less shared memory than this");
 
+// A task of w2. `whole`: tasks of two tiles in an expert, `whole_tasks` in all experts, both but for the splits.
+struct Down {
+    u32 expert, base, split;
+    DEVICE Down(u32 id, u32 whole, u32 whole_tasks) : split(id % splits_of(INTERMEDIATE)) {
+        const u32 rest = id / splits_of(INTERMEDIATE);
+        expert = rest < whole_tasks ? rest / whole : rest - whole_tasks;
+        base = (rest < whole_tasks ? rest % whole : whole) * 16;
+    }
+};
+
 // 16 rows of one matrix in one task. Rows that do not exist read zero codes.
 struct Rows {
     const u8* codes[2];  // row g of either tile
@@ -232,9 +242,10 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
         return (gate ? of.w1 : of.w3) + pair % INTERMEDIATE * u64(HIDDEN / 2);
     };
 
-    // A warp's tasks: first those of w1 and w3, then those of w2, each list dealt round-robin.
+    // A warp's tasks: first those of w1 and w3, then those of w2, each list dealt round-robin, those of one tile last.
     const int up_tasks = (pairs * 2 + 15) / 16 * splits_of(HIDDEN);
-    const int down_tiles = (rows + 15) / 16, down_tasks = n * down_tiles * splits_of(INTERMEDIATE);
+    const int down_tasks = n * ((rows + 15) / 16) * splits_of(INTERMEDIATE);
+    const u32 whole = (rows + 7) / 16, whole_tasks = n * whole;  // of an expert, of all, but for the splits
     const int up_own = (up_tasks - warp + WARPS - 1) / WARPS, down_own = (down_tasks - warp + WARPS - 1) / WARPS;
     u8* const ring = shared.ring[warp][0] + lane * 16;
     const u32 ring_address = shared_address(ring);
@@ -253,21 +264,20 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
             }
             issue<HIDDEN>(own, ring_address + filling, t);
         } else if (k < up_own + down_own) {
-            const u32 id = warp + (k - up_own) * WARPS, rest = id / splits_of(INTERMEDIATE), base = rest % down_tiles * 16;
-            own.split = id % splits_of(INTERMEDIATE), own.second = base + 8 < rows;
+            const Down task(warp + (k - up_own) * WARPS, whole, whole_tasks);
+            own.split = task.split, own.second = task.base + 8 < rows;
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
-                const u32 row = base + tile * 8 + g;
+                const u32 row = task.base + tile * 8 + g;
                 own.valid[tile] = row < rows;
-                own.codes[tile] = call.drawn[rest / down_tiles].row.w2 + (row0 + (own.valid[tile] ? row : 0)) * u64(INTERMEDIATE / 2);
+                own.codes[tile] = call.drawn[task.expert].row.w2 + (row0 + (own.valid[tile] ? row : 0)) * u64(INTERMEDIATE / 2);
             }
             issue<INTERMEDIATE>(own, ring_address + filling, t);
         }
         filling = after(filling);
     };
 
-    // The oldest group of copies: the first task and the scales of w1 and w3. The newest: the scales of w2.
-    issue_task(0);
+    // Groups of copies: the scales of w1 and w3, then a group a task; the scales of w2 go with the last of the first tasks.
     for (u32 pair = pair0; pair < pair0 + pairs;) {
         const u32 expert = pair / INTERMEDIATE, in_expert = pair % INTERMEDIATE, left = pair0 + pairs - pair;
         const u32 run = left < INTERMEDIATE - in_expert ? left : INTERMEDIATE - in_expert;
@@ -277,9 +287,9 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
         pair += run;
     }
     copy_async_commit();
-    for (int k = 1; k < RING - 1; ++k) {
+    for (int k = 0; k < RING - 1; ++k) {
         issue_task(k);
-        copy_async_commit();
+        if (k < RING - 2) copy_async_commit();
     }
 #pragma unroll 1
     for (int e = 0; e < n; ++e)
@@ -314,6 +324,10 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
         if (t < 2 && base + t * 8 + g < pairs * 2) shared.sums[(base + t * 8 + g) * splits_of(HIDDEN) + split] = t ? sums[1] : sums[0];
     }
     if (up_own < RING - 1) copy_async_wait<0>();  // the scales of w2 have landed
+#if PREFETCH
+    for (u32 i = threadIdx.x; i < n * rows; i += THREADS)
+        prefetch(call.drawn[i / rows].row.w2 + (row0 + i % rows) * u64(INTERMEDIATE / 2), INTERMEDIATE / 2);
+#endif
     sync_block();
 
     bool finite = true;
@@ -343,8 +357,8 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
         issue_task(up_own + k + RING - 1);
         copy_async_commit();
         copy_async_wait<RING - 1>();
-        const u32 id = warp + k * WARPS, split = id % splits_of(INTERMEDIATE), rest = id / splits_of(INTERMEDIATE);
-        const u32 expert = rest / down_tiles, base = rest % down_tiles * 16;
+        const Down task(warp + k * WARPS, whole, whole_tasks);
+        const u32 expert = task.expert, base = task.base, split = task.split;
         const u8* scales[2];
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
