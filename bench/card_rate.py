@@ -64,7 +64,7 @@ def measure(uuid: str, shape: FfnShape, config: ModelConfig, wanted: Wanted) -> 
             file.flush()
             path = Path(file.name)
             one: Any = _OneFile(path)
-            registered = Registered(device, one, 1 << 40, lambda: None)
+            registered = Registered(device, one, 1 << 40, lambda: None, lambda: None)
             reason = registered.probe(path)
             fast = _registered_rate(device, registered, path, config.row_bytes) if reason is None else None
             arena = Arena(device, one, wanted.arena_threads, lambda: None)
@@ -98,6 +98,7 @@ def _arena_rate(device: cuda.CompilingDevice, arena: Arena, path: Path, row_byte
         started = time.perf_counter()
         for row in range(ROWS):
             arena.copy(Copy(path, row * row_bytes, row_bytes, 0), to.address, stream)
+        arena.flush(stream)
         stream.synchronize()
         laps.append(time.perf_counter() - started)
     to.close()
@@ -117,7 +118,8 @@ def _kernel_rate(device: cuda.CompilingDevice, kernel: CudaBackend, config: Mode
         return int(memory.address)
 
     row = self_test.random_row(shape)
-    table = put(np.array([[put(part) for part in row] for _ in range(top_k)], np.uint64))
+    rows = np.array([[put(part) for part in row] for _ in range(top_k)], np.uint64)
+    table = put(rows)
     numbers = put(np.arange(top_k, dtype=np.int32))
     seconds = {}
     for tokens in (1, *PASSES):
@@ -128,7 +130,10 @@ def _kernel_rate(device: cuda.CompilingDevice, kernel: CudaBackend, config: Mode
         laps = []
         for _ in range(KERNEL_CALLS):
             started = time.perf_counter()
-            kernel.call(stream, tokens, x, ids, weights, numbers, table, top_k, out, "partial")
+            if tokens == 1 and kernel.single:
+                kernel.call_single(stream, x, rows, [0.25] * top_k, out, "partial")
+            else:
+                kernel.call(stream, tokens, x, ids, weights, numbers, table, top_k, out, "partial")
             stream.synchronize()
             laps.append((time.perf_counter() - started) / top_k)
         kernel.check()
