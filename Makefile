@@ -34,6 +34,8 @@ native:
 	cmake --build build/native
 	cp build/native/libevrun_native.so kernels/native/.new.so
 	mv kernels/native/.new.so kernels/native/libevrun_native.so  # a new file: running processes keep the one they mapped
+	cp build/native/libevrun_exchange.so expert_worker/wire/.new.so
+	mv expert_worker/wire/.new.so expert_worker/wire/libevrun_exchange.so
 
 bench: install
 	$(VENV)/bin/evrun bench kernel

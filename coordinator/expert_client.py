@@ -21,7 +21,8 @@ from evrun.coordinator.fleet import Answered, Crashed, Fleet, Lost
 from evrun.coordinator.rank import Piece
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire.errors import DeviceError, RunError
-from evrun.expert_worker.wire.messages import Failed, Partial
+from evrun.expert_worker.wire.link import PlainAnswer
+from evrun.expert_worker.wire.messages import Failed
 from evrun.expert_worker.wire.slots import SLOTS
 
 WAIT_S = 0.25
@@ -143,10 +144,11 @@ class ExpertClient:
                 call.open.remove(piece)
             call.homeless.clear()
             self._deal_out(call, experts, self._fleet.live(), causes)
-        for state in self._fleet.ranks:
-            if state.free and state.queue:
-                self._keep_results_of(state.rank, call)
-                self._fleet.submit(state.rank, state.queue.popleft(), call.layer, call.slot, call.tokens)
+        handed = [(state.rank, state.queue.popleft()) for state in self._fleet.ranks if state.queue and state.free]
+        if handed:
+            for rank, _ in handed:
+                self._keep_results_of(rank, call)
+            self._fleet.submit(handed, call.layer, call.slot, call.tokens)
 
     def _deal_out(self, call: LayerCall, experts: list[int], ranks: list[int], causes: dict[int, list[str]] | None = None) -> None:
         """Queue pieces of these experts at the ranks. `causes`: why each expert failed so far."""
@@ -173,7 +175,7 @@ class ExpertClient:
             self._fleet.ranks[event.rank].dropped += event.message is not None
             self._failed(call, piece, event.rank, problem)
 
-    def _take(self, call: LayerCall, piece: Piece, rank: int, message: Partial) -> str | None:
+    def _take(self, call: LayerCall, piece: Piece, rank: int, message: PlainAnswer) -> str | None:
         """Accept a share, or say what is wrong with it."""
         rows = sum(call.draws[e] for e in piece.experts)
         if message.rows != rows:

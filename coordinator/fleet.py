@@ -12,16 +12,17 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from evrun.coordinator.rank import Deadlines, InFlight, Piece, Rank, silence, verdict
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import heartbeat, supervision
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.hub import Hub
-from evrun.expert_worker.wire.link import open_group
+from evrun.expert_worker.wire.link import PlainAnswer, open_group
 from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Ready, Stop, codec
 from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
 
@@ -31,13 +32,12 @@ STATUS_EVERY_S = 0.25
 log = logging.getLogger("fleet")
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(NamedTuple):
     """A rank answered its call. `message` is None when the answer was damaged."""
 
     rank: int
     flight: InFlight
-    message: Partial | Failed | None
+    message: PlainAnswer | Failed | None
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,17 @@ class Fleet:
         self._launcher = socket.socket(fileno=os.dup(spec.supervision_fd))
         self._owed_at_death: dict[tuple[int, int], list[Piece]] = {}
         self._sequence = 0
+        self._others = select.epoll()
+        """Everything that is no reply bell: one descriptor, so that a wait for replies can end for it."""
         self._poll = select.poll()
+        self._poll.register(self._others.fileno(), select.POLLIN)
         self._watched: dict[int, Callable[[], None]] = {}
         self.watch(self._hub.fd, self._hub_stirs)
         self.watch(spec.lifeline_fd, self._launcher_gone)
         self._launcher_stirs = True
         self.watch(self._launcher.fileno(), self._launcher_speaks)
         for fd in self._group.fds():
-            self.watch(fd, lambda: None)
+            self._poll.register(fd, select.POLLIN)
         self._look_at = 0.0
         self._pidfds: dict[int, int] = {}
         self._status_at = 0.0
@@ -99,7 +102,7 @@ class Fleet:
     def watch(self, fd: int, stirs: Callable[[], None]) -> None:
         """Let `pump` end its wait when fd is readable; `stirs` is called then."""
         self._watched[fd] = stirs
-        self._poll.register(fd, select.POLLIN)
+        self._others.register(fd, select.EPOLLIN)
 
     def live(self) -> list[int]:
         return [r.rank for r in self.ranks if r.live]
@@ -112,40 +115,75 @@ class Fleet:
         """Whether no rank serves and none will come by itself."""
         return all(r.state == "gone" for r in self.ranks)
 
-    def submit(self, rank: int, piece: Piece, layer: int, slot: int, tokens: int) -> bool:
-        """Hand a piece to a free rank. False when it cannot be reached; its death will follow."""
-        state = self.ranks[rank]
-        assert state.free
-        self._sequence += 1
-        call = Call(self._spec.run_id, state.incarnation, self._sequence, layer, slot, tokens, piece.experts, self._spec.check_payload)
-        state.in_flight = InFlight(piece, self._sequence, layer, time.monotonic())
-        state.state, state.last_layer = "serving", layer
-        return self._group.submit(rank, call)
+    def submit(self, pieces: Sequence[tuple[int, Piece]], layer: int, slot: int, tokens: int) -> None:
+        """Hand pieces to free ranks, one each. A rank that cannot be reached is one whose death will be noted."""
+        now_s = time.monotonic()
+        calls = []
+        for number, piece in pieces:
+            rank = self.ranks[number]
+            assert rank.free
+            self._sequence += 1
+            call = Call(self._spec.run_id, rank.incarnation, self._sequence, layer, slot, tokens, piece.experts, self._spec.check_payload)
+            rank.in_flight = InFlight(piece, self._sequence, layer, now_s)
+            rank.state, rank.last_layer = "serving", layer
+            calls.append((number, call))
+        self._group.submit(calls)
+        self._report(now_s)  # here, while the ranks serve
 
     def pump(self, timeout_s: float) -> list[Event]:
         """Everything that happened; waits up to `timeout_s` when nothing has. Raises ShutdownError."""
         waiting = [r.rank for r in self.ranks if r.in_flight]
         busy = bool(waiting) or any(r.state == "starting" for r in self.ranks)
         wait_s = 0.0 if self._hub.may_have or self._launcher_stirs else min(timeout_s, TICK_S if busy else STATUS_EVERY_S)
-        if wait_s and waiting and self._group.spin(waiting):
-            wait_s = 0.0
+        events: list[Event] = []
+        if wait_s and waiting:
+            answers = self._gather(waiting, wait_s)
+            if answers is not None:
+                events, wait_s = answers, 0.0
+        now_s = time.monotonic()
+        due = busy and now_s - self._look_at >= TICK_S
+        if events and not due:
+            return events
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
+        if self._others.fileno() in ready:
+            ready |= {fd for fd, _ in self._others.poll(0)}
         for fd in ready:
             if fd in self._watched:
                 self._watched[fd]()
         # What a process said before it died counts: messages first, then deaths. Those messages may bring a restart, whose
         # pidfd takes the number of one that is closed: so the dead are noted by incarnation before.
         dead = [(rank, rank.incarnation) for rank in (self.ranks[self._pidfds[fd]] for fd in ready & self._pidfds.keys())]
-        events = self._take(ready)
+        events += self._take(ready)
         for rank, incarnation in dead:
             if rank.incarnation == incarnation:
                 events += self._died(rank)
         now_s = time.monotonic()
-        if busy and now_s - self._look_at >= TICK_S:
+        if due or (busy and now_s - self._look_at >= TICK_S):
             self._look_at = now_s
             events += self._look(now_s)
         self._report(now_s)
         return events
+
+    def _gather(self, waiting: list[int], timeout_s: float) -> list[Event] | None:
+        """The answers of all ranks that owe one, if they are plain; none of them if something else comes first, which is left
+        where it is. None: they cannot be waited for together."""
+        ranks = [self.ranks[number] for number in waiting]
+        flights = [rank.in_flight for rank in ranks if rank.in_flight and not rank.in_flight.abandoned]
+        if len(flights) < len(ranks):
+            return None
+        answers = self._group.gather(array("i", waiting), self._others.fileno(), timeout_s)
+        if not answers:
+            return answers if answers is None else []
+        for rank, answer in zip(ranks, answers, strict=True):
+            self._settle(rank, answer)
+        return [Answered(rank.rank, flight, answer) for rank, flight, answer in zip(ranks, flights, answers, strict=True)]
+
+    def _settle(self, rank: Rank, answer: PlainAnswer) -> None:
+        """What a rank owed is here."""
+        rank.in_flight = None
+        rank.state, rank.reason = "ready", ""
+        rank.calls += 1
+        rank.counters, rank.compute_s = list(answer.counters), answer.compute_s
 
     def abandon(self) -> None:
         """The request ended: answers still to come are dropped, queued pieces forgotten."""
@@ -161,6 +199,7 @@ class Fleet:
     def release(self) -> None:
         """Close the descriptors this fleet made."""
         self._launcher.close()
+        self._others.close()
         for fd in self._pidfds:
             os.close(fd)
 
@@ -201,6 +240,9 @@ class Fleet:
             return self._drop(rank, "nothing was asked of it")
         if not damaged and (message.run_id, message.incarnation, message.sequence, message.layer) != expected:
             return self._drop(rank, f"call {flight.sequence} of layer {flight.layer} was asked for, not {message.sequence}")
+        if isinstance(message, Partial) and not flight.abandoned:
+            self._settle(rank, message)
+            return [Answered(rank.rank, flight, message)]
         rank.in_flight = None
         rank.state, rank.reason = "ready", ""
         if flight.abandoned:
@@ -210,8 +252,6 @@ class Fleet:
             self._drop(rank, "it is malformed")
         else:
             rank.calls += 1
-            if isinstance(message, Partial):
-                rank.counters, rank.compute_s = message.counters, message.compute_s
         return [Answered(rank.rank, flight, None if damaged else message)]
 
     def _drop(self, rank: Rank, why: str) -> list[Event]:
@@ -222,7 +262,7 @@ class Fleet:
     def _died(self, rank: Rank) -> list[Event]:
         if rank.pidfd < 0:
             return []
-        self._poll.unregister(rank.pidfd)
+        self._others.unregister(rank.pidfd)
         self._pidfds.pop(rank.pidfd)
         os.close(rank.pidfd)
         self._hub.forget(rank.rank, rank.incarnation)
@@ -271,7 +311,7 @@ class Fleet:
             events = self._died(rank)
             rank.start(message.incarnation, message.pid, fds[0], time.monotonic())
             self._pidfds[fds[0]] = rank.rank
-            self._poll.register(fds[0], select.POLLIN)
+            self._others.register(fds[0], select.EPOLLIN)
             self.changed = True
             return events
         if isinstance(message, supervision.WorkerGone):

@@ -46,7 +46,6 @@ def _serve(spec: WorkerSpec, started: float) -> None:
     from evrun.expert_worker.wire import messages
     from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
     from evrun.expert_worker.wire.heartbeat import Heart
-    from evrun.expert_worker.wire.hub import identity_of
     from evrun.expert_worker.wire.link import open_port
     from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
 
@@ -58,9 +57,9 @@ def _serve(spec: WorkerSpec, started: float) -> None:
     reply = ReplyMemory(layout, spec.reply_fd, writable=True)
     heart = Heart(reply.record, spec.incarnation, os.getpid())
     bells = spec.request_bell_fd, spec.reply_bell_fd
-    identity = identity_of(spec.rank, spec.incarnation)
     cells = calls.cell(spec.rank), reply.cell
-    port = open_port(spec.transport, spec.hub_address, identity, spec.lifeline_fd, spec.run_id, *cells, bells, spec.world_size + 1)
+    who = spec.rank, spec.incarnation
+    port = open_port(spec.transport, spec.hub_address, *who, spec.lifeline_fd, spec.run_id, *cells, bells, spec.world_size + 1)
     with contextlib.closing(port):
         port.announce(messages.Hello(spec.secret, spec.run_id, spec.rank, spec.incarnation, os.getpid()))
         lane = open_lane(spec, checkpoint, reply, heart.beat)

@@ -88,6 +88,9 @@ class Loop:
         return self._reply.partial(call.tokens)
 
     def _answer(self, answer: Partial | Failed, out: npt.NDArray[Any], fault: str | None) -> None:
+        if fault is None and isinstance(answer, Partial):
+            self._port.answer(answer)
+            return
         if fault and isinstance(answer, Partial):
             answer = _spoil(answer, out, fault)
         data = self._port.encode(answer)

@@ -6,14 +6,31 @@ replies in shared cells, an eventfd rung for each; hello, ready and stop still o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Sequence
 from typing import Any, Protocol
 
-from evrun.expert_worker.wire.hub import Hub
+from evrun.expert_worker.wire.hub import Hub, identity_of
 from evrun.expert_worker.wire.messages import Call, Failed, Partial
 from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
 
 TRANSPORTS = ("doorbell", "zmq")
+
+
+class PlainAnswer(Protocol):
+    """The fields of messages.Partial that the transport did not check already."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def checksum(self) -> int: ...
+
+    @property
+    def counters(self) -> Sequence[int]: ...
+
+    @property
+    def compute_s(self) -> float: ...
 
 
 class ExpertGroup(Protocol):
@@ -23,12 +40,16 @@ class ExpertGroup(Protocol):
         """Descriptors that turn readable when `receive` may have something, beside the hub's own."""
         ...
 
-    def submit(self, rank: int, call: Call) -> bool:
-        """Hand a call to a rank, without waiting. False when its incarnation cannot be reached."""
+    def submit(self, calls: Sequence[tuple[int, Call]]) -> None:
+        """Hand calls to their ranks, without waiting. A rank that cannot be reached is one whose death will be noted."""
         ...
 
-    def spin(self, ranks: Sequence[int]) -> bool:
-        """Look for the replies of these ranks for a short while, if this machine has cores to spare. True: all are there."""
+    def gather(self, ranks: array[int], others_fd: int, timeout_s: float) -> Sequence[PlainAnswer] | None:
+        """Wait until all these ranks (int32) gave plain answers to the newest calls: the answers, in this order.
+
+        Empty when something else came first: an answer that is not plain, `others_fd` readable, the time over; nothing is
+        taken then, `receive` has it. None: this transport cannot; use `receive`.
+        """
         ...
 
     def receive(self, ready: Container[int]) -> list[tuple[int, Partial | Failed | None]]:
@@ -46,12 +67,16 @@ class ExpertPort(Protocol):
         """The next message, or None after `timeout_s`. Raises EOFError when the launcher is gone, CodecError for junk."""
         ...
 
+    def answer(self, partial: Partial) -> None:
+        """Answer the newest call."""
+        ...
+
     def encode(self, message: Partial | Failed) -> bytes:
         """A reply as this transport carries it."""
         ...
 
     def reply(self, data: bytes) -> None:
-        """Answer a call with what `encode` gave."""
+        """Answer with what `encode` gave, or with a part of it."""
         ...
 
     def announce(self, message: Any) -> None:
@@ -75,8 +100,8 @@ def open_group(
 
 
 def open_port(
-    transport: str, address: str, identity: bytes, lifeline_fd: int, run_id: str, requests: Cell, replies: Cell, bells: tuple[int, int],
-    processes: int,
+    transport: str, address: str, rank: int, incarnation: int, lifeline_fd: int, run_id: str, requests: Cell, replies: Cell,
+    bells: tuple[int, int], processes: int,
 ) -> ExpertPort:  # fmt: skip
     """bells      (request eventfd, reply eventfd) of this rank; cells and bells are unused by zmq
     processes  of the run: a wait spins only where there are more cores
@@ -84,7 +109,9 @@ def open_port(
     if transport == "zmq":
         from evrun.expert_worker.wire.zmq_link import ZmqPort
 
-        return ZmqPort(address, identity, lifeline_fd)
+        return ZmqPort(address, identity_of(rank, incarnation), lifeline_fd)
     from evrun.expert_worker.wire.doorbell_link import DoorbellPort
 
-    return DoorbellPort(address, identity, lifeline_fd, run_id, requests, replies, bells, processes)
+    return DoorbellPort(
+        address, identity_of(rank, incarnation), lifeline_fd, run_id, incarnation, requests, replies, bells, processes
+    )

@@ -39,9 +39,9 @@ class Ready:
 
 
 @codec.register
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """Coordinator -> worker: compute these experts for the activation in a slot."""
+    """Coordinator -> worker: compute these experts for the activation in a slot. (Not frozen: that triples what making one costs.)"""
 
     run_id: str
     incarnation: int
@@ -56,7 +56,7 @@ class Call:
 
 
 @codec.register
-@dataclass(frozen=True)
+@dataclass
 class Partial:
     """Worker -> coordinator: the result lies in this rank's reply memory."""
 

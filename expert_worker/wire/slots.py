@@ -105,6 +105,10 @@ def map_memory(fd: int, size: int, writable: bool) -> mmap.mmap:
     return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
 
 
+def address_of(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
 class CallMemory:
     """Views into the calls memory. Arrays are numpy; a view of fewer tokens is a leading slice."""
 
@@ -112,11 +116,12 @@ class CallMemory:
         self.layout = layout
         self._map = map_memory(fd, layout.call_bytes, writable)
         self.memory = memoryview(self._map)
+        self._address = address_of(self._map)
         self._single: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
 
     def cell(self, rank: int) -> Cell:
         start = rank * self.layout.cell_bytes
-        return Cell(self.memory[start : start + self.layout.cell_bytes])
+        return Cell(self.memory[start : start + self.layout.cell_bytes], self._address + start)
 
     def x(self, slot: int, tokens: int) -> npt.NDArray[Any]:
         """[tokens, H] activation dtype."""
@@ -153,7 +158,9 @@ class ReplyMemory:
         self.memory = memoryview(self._map)
         self._single: npt.NDArray[np.float32] | None = None
         self.record = self.memory[:RECORD_BYTES]
-        self.cell = Cell(self.memory[RECORD_BYTES : RECORD_BYTES + layout.cell_bytes])
+        address = address_of(self._map)
+        self.cell = Cell(self.memory[RECORD_BYTES : RECORD_BYTES + layout.cell_bytes], address + RECORD_BYTES)
+        self.result_address = address + RECORD_BYTES + layout.cell_bytes
 
     def partial(self, tokens: int) -> npt.NDArray[np.float32]:
         """[tokens, H] fp32. The view for one token is kept: decode asks for it at every layer."""
@@ -181,8 +188,10 @@ class Cell:
     a reader beside it would see that.)
     """
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    def __init__(self, memory: memoryview, address: int) -> None:
+        """`address`: where the memory lies, for native code."""
+        self._memory, self.address = memory, address
+        self.capacity = len(memory) - _HEAD_BYTES
         self._head = memory[:_HEAD_BYTES].cast("q")
 
     def turn(self) -> int:
@@ -190,7 +199,7 @@ class Cell:
         return turn
 
     def write(self, data: bytes) -> None:
-        assert len(data) <= len(self._memory) - _HEAD_BYTES, len(data)
+        assert len(data) <= self.capacity, len(data)
         self._memory[_HEAD_BYTES : _HEAD_BYTES + len(data)] = data
         self._head[1] = len(data)
         self._head[0] += 1
@@ -198,6 +207,6 @@ class Cell:
     def read(self) -> bytes:
         """The bytes, whatever they are; a length that cannot be gives an empty message, which no codec accepts."""
         length = self._head[1]
-        if not 0 <= length <= len(self._memory) - _HEAD_BYTES:
+        if not 0 <= length <= self.capacity:
             return b""
         return bytes(self._memory[_HEAD_BYTES : _HEAD_BYTES + length])

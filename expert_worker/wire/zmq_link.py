@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from array import array
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import zmq
 
 from evrun.expert_worker.wire.codec import MAX_BYTES
 from evrun.expert_worker.wire.hub import HIGH_WATER, Hub
+from evrun.expert_worker.wire.link import PlainAnswer
 from evrun.expert_worker.wire.messages import Call, Failed, Partial, codec
 
 SEND_TIMEOUT_MS = 5000
@@ -24,11 +26,12 @@ class ZmqGroup:
     def fds(self) -> list[int]:
         return []
 
-    def submit(self, rank: int, call: Call) -> bool:
-        return self._hub.send(rank, call.incarnation, codec.encode(call))
+    def submit(self, calls: Sequence[tuple[int, Call]]) -> None:
+        for rank, call in calls:
+            self._hub.send(rank, call.incarnation, codec.encode(call))
 
-    def spin(self, ranks: Sequence[int]) -> bool:
-        return False
+    def gather(self, ranks: array[int], others_fd: int, timeout_s: float) -> Sequence[PlainAnswer] | None:
+        return None
 
     def receive(self, ready: Container[int]) -> list[tuple[int, Partial | Failed | None]]:
         return []
@@ -78,6 +81,9 @@ class ZmqPort:
             raise EOFError("the launcher is gone")
         self._may_have |= self._fd in ready
         return ready
+
+    def answer(self, partial: Partial) -> None:
+        self.reply(self.encode(partial))
 
     def encode(self, message: Partial | Failed) -> bytes:
         return codec.encode(message)

@@ -65,9 +65,13 @@ class Injector(threading.Thread):
 
 
 def script(folder: Path, seed: int) -> str:
-    """Damaged replies at random calls of any incarnation, as a faults file."""
+    """Damaged replies at random calls of any incarnation, as a faults file.
+
+    A rank has kinds of damage of its own: the same kind at two ranks in one layer call would rightly end the request.
+    """
     draw = random.Random(seed)
-    faults = [{"rank": r, "at": "write", "do": draw.choice(DAMAGE), "call": draw.randint(1, 600)} for r in range(WORLD) for _ in range(6)]
+    kinds = [DAMAGE[r::WORLD] for r in range(WORLD)]
+    faults = [{"rank": r, "at": "write", "do": draw.choice(kinds[r]), "call": draw.randint(1, 600)} for r in range(WORLD) for _ in range(6)]
     path = folder / "faults.json"
     path.write_text(json.dumps(faults))
     return str(path)

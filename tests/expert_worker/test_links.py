@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from evrun.expert_worker.wire.hub import Hub, identity_of
+from evrun.expert_worker.wire.hub import Hub
 from evrun.expert_worker.wire.link import TRANSPORTS, ExpertGroup, ExpertPort, open_group, open_port
 from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Stop, codec
 from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
@@ -38,7 +38,7 @@ class Ends:
         self.ports: list[ExpertPort] = []
         for rank in range(2):
             cells = calls.cell(rank), self.replies[rank].cell
-            port = open_port(transport, self.address, identity_of(rank, 1), self.lifeline_read, RUN, *cells, bells[rank], processes)
+            port = open_port(transport, self.address, rank, 1, self.lifeline_read, RUN, *cells, bells[rank], processes)
             self.ports.append(port)
 
     def hello(self, rank: int, secret: str = SECRET) -> None:
@@ -93,7 +93,7 @@ def test_calls_reach_their_rank_and_replies_name_theirs(ends: Ends) -> None:
     assert {rank for rank, _ in ends.collect(2)} == {0, 1}
     for sequence in range(1, 50):
         for rank in (1, 0):
-            assert ends.group.submit(rank, call(2 * sequence + rank))
+            ends.group.submit([(rank, call(2 * sequence + rank))])
         for rank in (0, 1):
             assert take(ends.ports[rank]) == call(2 * sequence + rank)
             ends.ports[rank].reply(ends.ports[rank].encode(partial(2 * sequence + rank)))

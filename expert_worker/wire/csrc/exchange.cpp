@@ -1,0 +1,246 @@
+// The undisturbed way of a layer call through the cells of wire/slots.py, without Python between a store and a bell.
+//
+// Layout and meaning are those of cell_codec.py, which reads and writes the same bytes: whatever is not a plain answer to
+// what was asked is left in its cell for it. Memory belongs to the caller; nothing here allocates or keeps anything.
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int64_t kCall = 0x45565231, kPartial = 0x45565232;
+constexpr int kCounters = 7;
+
+struct Cell {  // slots.Cell
+  int64_t turn;
+  int64_t length;
+  char data[1];
+};
+
+struct CallHead {  // cell_codec._CALL; int32 expert ids follow
+  int64_t kind, incarnation, sequence, layer, slot, tokens, checksum, count;
+};
+
+struct PartialBody {  // cell_codec._PARTIAL
+  int64_t kind, incarnation, sequence, layer, rows, checksum;
+  double compute_s;
+  int64_t counters[kCounters];
+};
+
+int64_t turn_of(const Cell* cell) { return __atomic_load_n(&cell->turn, __ATOMIC_ACQUIRE); }
+
+void publish(Cell* cell, int64_t length, int bell) {
+  __atomic_store_n(&cell->length, length, __ATOMIC_RELAXED);
+  __atomic_store_n(&cell->turn, cell->turn + 1, __ATOMIC_RELEASE);
+  eventfd_write(bell, 1);  // a full counter still rings
+}
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void hush(int bell) {
+  eventfd_t count;
+  eventfd_read(bell, &count);
+}
+
+bool finite(uint32_t bits) { return (bits & 0x7f800000u) != 0x7f800000u; }
+
+}  // namespace
+
+// One rank as the coordinator's end sees it (exchange.Rank).
+struct Rank {
+  Cell* request;
+  const Cell* reply;
+  int32_t request_bell, reply_bell;
+  int64_t seen;  // turn of the newest reply that was taken
+  int64_t incarnation, sequence, layer;  // of the newest call
+  int64_t rows, checksum, counters[kCounters];  // of the newest plain reply
+  double compute_s;
+};
+
+// A worker's end and the newest call that it took (exchange.Port).
+struct Port {
+  const Cell* request;
+  Cell* reply;
+  int32_t request_bell, reply_bell, socket, lifeline;
+  int64_t seen, incarnation;
+  int64_t capacity;  // bytes of a message in the request cell
+  int64_t sequence, layer, slot, tokens, checksum, count;
+  const int32_t* experts;  // inside the request cell
+};
+
+EXPORT int32_t evrun_exchange_abi() { return 1; }
+
+// batch: per call rank, incarnation, sequence, layer, slot, tokens, checksum, count, then count expert ids.
+EXPORT void evrun_submit(Rank* ranks, const int64_t* batch, int32_t calls) {
+  for (int32_t i = 0; i < calls; ++i) {
+    Rank& rank = ranks[*batch++];
+    CallHead head;
+    head.kind = kCall;
+    memcpy(&head.incarnation, batch, 7 * sizeof(int64_t));
+    rank.incarnation = head.incarnation, rank.sequence = head.sequence, rank.layer = head.layer;
+    batch += 7;
+    memcpy(rank.request->data, &head, sizeof head);
+    int32_t* ids = reinterpret_cast<int32_t*>(rank.request->data + sizeof head);
+    for (int64_t e = 0; e < head.count; ++e) ids[e] = static_cast<int32_t>(*batch++);
+    publish(rank.request, static_cast<int64_t>(sizeof head) + 4 * head.count, rank.request_bell);
+  }
+}
+
+// Waits until every rank of `which` has replied: spins first, then sleeps until its bell rings, `others` turns readable or
+// the time is over. Returns 1 when all replies are plain answers to the newest calls (they are taken then), else 0 and
+// nothing is taken.
+EXPORT int32_t evrun_gather(Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t spin_ns, int32_t timeout_ms) {
+  const int64_t until = now_ns() + spin_ns;
+  for (bool spin = spin_ns > 0;;) {
+    int32_t missing = n - 1;  // sleep for the last one: those before it are likely to be there when it wakes us
+    while (missing >= 0 && turn_of(ranks[which[missing]].reply) != ranks[which[missing]].seen) --missing;
+    if (missing < 0) break;
+    if (spin) {
+      relax();
+      spin = now_ns() < until;
+      continue;
+    }
+    pollfd fds[2] = {{ranks[which[missing]].reply_bell, POLLIN, 0}, {others, POLLIN, 0}};
+    const int ready = poll(fds, 2, timeout_ms);
+    if (fds[0].revents) hush(fds[0].fd);
+    if (ready < 0 && errno == EINTR) return 0;  // signals are Python's business
+    if (fds[1].revents || ready == 0) {
+      if (turn_of(ranks[which[missing]].reply) == ranks[which[missing]].seen) return 0;
+    }
+  }
+  for (int32_t i = 0; i < n; ++i) {
+    const Rank& rank = ranks[which[i]];
+    PartialBody body;
+    if (rank.reply->length != static_cast<int64_t>(sizeof body)) return 0;
+    memcpy(&body, rank.reply->data, sizeof body);
+    if (body.kind != kPartial || body.incarnation != rank.incarnation || body.sequence != rank.sequence || body.layer != rank.layer) return 0;
+  }
+  for (int32_t i = 0; i < n; ++i) {
+    Rank& rank = ranks[which[i]];
+    PartialBody body;
+    rank.seen = turn_of(rank.reply);
+    memcpy(&body, rank.reply->data, sizeof body);
+    rank.rows = body.rows, rank.checksum = body.checksum, rank.compute_s = body.compute_s;
+    memcpy(rank.counters, body.counters, sizeof body.counters);
+  }
+  return 1;
+}
+
+enum Woken { kTimeout = 0, kCallTaken = 1, kOdd = 2, kOther = 3 };
+
+// A worker's wait. kCallTaken: a call for this incarnation, its fields are in the port; kOdd: another message lies in the
+// cell; kOther: the socket or the lifeline is readable.
+EXPORT int32_t evrun_receive(Port* port, int64_t spin_ns, int32_t timeout_ms) {
+  const int64_t until = now_ns() + spin_ns;
+  for (bool spin = spin_ns > 0, slept = false;;) {
+    const int64_t turn = turn_of(port->request);
+    if (turn != port->seen) {
+      CallHead head;
+      const int64_t length = port->request->length;
+      if (length < static_cast<int64_t>(sizeof head) || length > port->capacity) return kOdd;
+      memcpy(&head, port->request->data, sizeof head);
+      const int64_t ids = (length - static_cast<int64_t>(sizeof head)) / 4;
+      if (head.kind != kCall || head.incarnation != port->incarnation || head.count != ids) return kOdd;
+      port->seen = turn;
+      memcpy(&port->sequence, &head.sequence, 6 * sizeof(int64_t));
+      port->experts = reinterpret_cast<const int32_t*>(port->request->data + sizeof head);
+      return kCallTaken;
+    }
+    if (spin) {
+      relax();
+      spin = now_ns() < until;
+      continue;
+    }
+    if (slept) return kTimeout;
+    pollfd fds[3] = {{port->request_bell, POLLIN, 0}, {port->socket, POLLIN, 0}, {port->lifeline, POLLIN, 0}};
+    const int ready = poll(fds, 3, timeout_ms);
+    if (fds[0].revents) hush(fds[0].fd);
+    if (ready > 0 && (fds[1].revents || fds[2].revents)) return kOther;
+    slept = !fds[0].revents;  // a ring may be an old one: look, then sleep again
+  }
+}
+
+EXPORT void evrun_reply(Port* port, int64_t rows, int64_t checksum, double compute_s, const int64_t* counters) {
+  PartialBody body = {kPartial, port->incarnation, port->sequence, port->layer, rows, checksum, compute_s, {}};
+  memcpy(body.counters, counters, sizeof body.counters);
+  memcpy(port->reply->data, &body, sizeof body);
+  publish(port->reply, sizeof body, port->reply_bell);
+}
+
+// out[i] = parts[0][i] + parts[1][i] + ... in this order. Returns whether every sum is finite.
+EXPORT int32_t evrun_add_partials(const float* const* parts, int32_t n, int64_t count, float* out) {
+  constexpr int64_t kBlock = 1024;  // the sums of a block stay in the first-level cache while the parts pass
+  uint32_t bad = 0;
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const int64_t size = count - start < kBlock ? count - start : kBlock;
+    float* to = out + start;
+    memcpy(to, parts[0] + start, size * sizeof(float));
+    for (int32_t p = 1; p < n; ++p) {
+      const float* from = parts[p] + start;
+      for (int64_t i = 0; i < size; ++i) to[i] += from[i];
+    }
+    for (int64_t i = 0; i < size; ++i) {
+      uint32_t bits;
+      memcpy(&bits, to + i, 4);
+      bad |= !finite(bits);
+    }
+  }
+  return !bad;
+}
+
+// Rows -> sums, token by token in ascending expert id (combine.combine_rows). next[e]: first row of expert e, rows of an
+// expert follow each other by token; it is advanced. Ids of a token are distinct. Returns whether every sum is finite.
+EXPORT int32_t evrun_add_rows(const char** next, const int32_t* ids, int64_t tokens, int32_t top_k, int64_t hidden, int32_t itemsize,
+                              float* out) {
+  uint32_t bad = 0;
+  for (int64_t t = 0; t < tokens; ++t, ids += top_k, out += hidden) {
+    for (int64_t h = 0; h < hidden; ++h) out[h] = 0.0f;
+    int32_t last = -1;
+    for (int32_t k = 0; k < top_k; ++k) {
+      int32_t expert = INT32_MAX;
+      for (int32_t j = 0; j < top_k; ++j)
+        if (ids[j] > last && ids[j] < expert) expert = ids[j];
+      if (expert == INT32_MAX) break;
+      last = expert;
+      const char* row = next[expert];
+      next[expert] += hidden * itemsize;
+      if (itemsize == 4) {
+        const float* from = reinterpret_cast<const float*>(row);
+        for (int64_t h = 0; h < hidden; ++h) out[h] += from[h];
+      } else {
+        const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
+        for (int64_t h = 0; h < hidden; ++h) {
+          const uint32_t bits = static_cast<uint32_t>(from[h]) << 16;
+          float value;
+          memcpy(&value, &bits, 4);
+          out[h] += value;
+        }
+      }
+    }
+    for (int64_t h = 0; h < hidden; ++h) {
+      uint32_t bits;
+      memcpy(&bits, out + h, 4);
+      bad |= !finite(bits);
+    }
+  }
+  return !bad;
+}
