@@ -20,14 +20,16 @@ from evrun.expert_worker.wire.checkpoint.config import ModelConfig, load_config
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.kernels import registry, self_test
 from evrun.kernels.api import CpuBackend, FfnShape, Row
+from evrun.launch.doctor.examine import release_config
 from evrun.launch.doctor.rates import Rate, Rates, Wanted
 from evrun.launch.doctor.residency import resident_pages
 from evrun.launch.export.checkpoint import write_checkpoint
-from evrun.launch.doctor.examine import release_config
 from evrun.launch.export.geometry import make_config, values
 
 LEAST_BYTES = 300_000_000
 """Of rows, so that no cache keeps them."""
+MOST_ROWS = 600
+"""Of a toy geometry, whose rows caches keep in a run as well."""
 PASSES = (4, 32)
 CALLS, WARM_UP = 200, 50
 
@@ -63,7 +65,7 @@ def cpu_experts(shape: FfnShape, top_k: int, kernel: str, cpus: Sequence[int]) -
     backend = registry.create(name, shape, max(PASSES), top_k, len(cpus), cpus, variant or None)
     one = self_test.random_row(shape)
     row_bytes = sum(part.nbytes for part in one)
-    count = -(-LEAST_BYTES // (row_bytes * top_k)) * top_k
+    count = -(-min(LEAST_BYTES // row_bytes, MOST_ROWS) // top_k) * top_k
     rows = [Row(*(part.copy() for part in one)) for _ in range(count)]
     singles, few, many = (_seconds_a_row(backend, shape, rows, top_k, tokens) for tokens in (1, *PASSES))
     return Rate.fit(row_bytes, singles, (PASSES[0], few), (PASSES[1], many))

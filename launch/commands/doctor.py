@@ -17,7 +17,7 @@ PROMPT_TOKENS = 512
 @click.option("--world", metavar="N", type=click.IntRange(1, 1024), default=None, help="Workers. [default: the cards found, else 4]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--dense-dtype", type=click.Choice(["fp8", "bfloat16"]), default="fp8", show_default=True)
-@click.option("--prompt-tokens", metavar="N", type=click.IntRange(2, 1 << 20), default=PROMPT_TOKENS, show_default=True, help="Of the prediction.")
+@click.option("--prompt-tokens", metavar="N", type=click.IntRange(2, 1 << 20), default=PROMPT_TOKENS, show_default=True)
 @json_option
 def command(checkpoint: str | None, world: int | None, device: str, dense_dtype: str, prompt_tokens: int, as_json: bool) -> int:
     """What this machine has, whether the plan fits, and how fast it will run, before anything is started.

@@ -38,6 +38,8 @@ class Examination:
     """None when the plan does not fit: nothing is measured then."""
     prediction: predict.Prediction | None
     helps: list[dict[str, str | float]]
+    cold_start: dict[str, float] | None = None
+    """Bytes of the experts that are not in memory yet and will be, and the seconds that their first use takes in all."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -46,6 +48,7 @@ class Examination:
             "plan": self.plan,
             "fit": vars(self.fit),
             "prediction": vars(self.prediction) | {"inputs": self.inputs.to_json()} if self.prediction and self.inputs else None,
+            "cold_start": self.cold_start,
             "helps": self.helps,
         }
 
@@ -82,6 +85,9 @@ def examine(config: RunConfig, prompt_tokens: int, say: Callable[[str], None]) -
     found.inputs = make_inputs(model, plan, measured, resident, prompt_tokens)
     found.prediction = predict.predict(found.inputs)
     found.helps = predict.what_helps(found.inputs)
+    if share is not None and measured.cold_bytes_per_s:
+        missing = max(0.0, fit.resident - share) * experts_bytes
+        found.cold_start = {"bytes": missing, "seconds": missing / measured.cold_bytes_per_s}
     return found
 
 

@@ -135,7 +135,8 @@ def numa_nodes(root: Path = ROOT) -> list[Facts]:
         except (OSError, ValueError):
             continue
         sizes = {line[2].rstrip(":"): int(line[3]) * 1024 for line in lines if len(line) > 3}
-        nodes.append({"node": int(folder.name[4:]), "cpus": cpus, "memory_bytes": sizes.get("MemTotal"), "free_bytes": sizes.get("MemFree")})
+        free = sizes.get("MemFree")
+        nodes.append({"node": int(folder.name[4:]), "cpus": cpus, "memory_bytes": sizes.get("MemTotal"), "free_bytes": free})
     return nodes
 
 

@@ -43,9 +43,7 @@ def dense_bytes(config: ModelConfig, dense_dtype: str) -> int:
             continue
         if dtype == "F8_E8M0":
             size *= 4
-        elif dtype == "BF16" and name != "head.weight":
-            size *= 2
-        elif dtype == "F8_E4M3" and dense_dtype == "bfloat16":
+        elif (dtype == "BF16" and name != "head.weight") or (dtype == "F8_E4M3" and dense_dtype == "bfloat16"):
             size *= 2
         total += size
     return total

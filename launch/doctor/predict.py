@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,14 +93,14 @@ def step_seconds(i: Inputs, tokens: float) -> dict[str, float]:
 
 def distinct_experts(experts: int, top_k: int, tokens: float) -> float:
     """Expected number of experts that a pass needs, with every token drawing `top_k` of them evenly."""
-    return experts * (1 - (1 - top_k / experts) ** tokens)
+    return experts * (1 - math.pow(1 - top_k / experts, tokens))
 
 
 def _moe_seconds(i: Inputs, tokens: float) -> tuple[float, float]:
     """(shared and routed experts of one layer, reading what is not in memory) of one pass."""
     rows = distinct_experts(i.experts, i.top_k, tokens)
     per_row = max(1.0, tokens * i.top_k / rows)
-    busy: Counter[object] = Counter()
+    busy: defaultdict[object, float] = defaultdict(float)
     shared = i.rates.shared.seconds(i.shared_bytes / i.layers, tokens)
     for core in i.coordinator_cores:
         busy[core] += shared  # its threads work side by side: each core is busy all the while
@@ -169,9 +169,12 @@ def what_helps(i: Inputs) -> list[dict[str, str | float]]:
         if i.registered < 1:
             changes["a pin budget for every shard (--pin-budget, ulimit -l)"] = lambda: dataclasses.replace(i, registered=1.0)
     now = predict(i).decode_ms
-    found = [{"change": name, "decode_ms": predict(make()).decode_ms} for name, make in changes.items()]
-    worth: list[dict[str, str | float]] = [f | {"saves_percent": 100 * (1 - float(f["decode_ms"]) / now)} for f in found]
-    return sorted((f for f in worth if float(f["saves_percent"]) >= 2), key=lambda f: float(f["decode_ms"]))
+    after = {name: predict(make()).decode_ms for name, make in changes.items()}
+    return [
+        {"change": name, "decode_ms": ms, "saves_percent": 100 * (1 - ms / now)}
+        for name, ms in sorted(after.items(), key=lambda item: item[1])
+        if ms < 0.98 * now
+    ]
 
 
 def _faster_links(r: Rates) -> Rates:

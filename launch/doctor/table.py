@@ -34,6 +34,10 @@ def print_examination(found: Examination) -> None:
         p = found.prediction
         console.print(Text(f"decode   {p.decode_ms:.4g} ms per token, {1e3 / p.decode_ms:.3g} tokens/s: {_parts(p.decode_parts_ms)}"))
         console.print(Text(f"prefill  {p.prefill_ms:.4g} ms per token, {1e3 / p.prefill_ms:.3g} tokens/s: {_parts(p.prefill_parts_ms)}"))
+    if found.cold_start and found.cold_start["bytes"]:
+        cold = found.cold_start
+        size = _gib(int(cold["bytes"]))
+        console.print(Text(f"not in memory yet: {size} of rows, {cold['seconds']:.1f} s to read; until then tokens take longer"))
     for help_ in found.helps[:3]:
         console.print(Text(f"would help: {help_['change']}: {help_['decode_ms']:.4g} ms, {help_['saves_percent']:.0f} % less"))
 
@@ -50,18 +54,22 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
 def machine_rows(m: dict[str, Any]) -> list[tuple[str, str]]:
     cpu, memory = m["cpu"], m["memory"]
     rows = [("cpu", f"{cpu['model']}; {len(cpu['cores'])} cores to use; {cpu['note']}")]
-    rows.append(("kernels", ", ".join(f"{k['name']}{'' if k['supported'] else ' (not here: ' + k['reason'] + ')'}" for k in cpu["kernels"])))
-    rows += [("numa", f"node {n['node']}: {len(n['cpus'])} CPUs, {_gib(n['free_bytes'])} of {_gib(n['memory_bytes'])} free") for n in m["numa_nodes"]]
+    rows.append(("kernels", ", ".join(k["name"] if k["supported"] else f"{k['name']} (not here: {k['reason']})" for k in cpu["kernels"])))
+    for node in m["numa_nodes"]:
+        size = f"{_gib(node['free_bytes'])} of {_gib(node['memory_bytes'])} free"
+        rows.append(("numa", f"node {node['node']}: {len(node['cpus'])} CPUs, {size}"))
     limit = memory["locked_limit_bytes"]
     locked = "no limit" if limit is None else _gib(limit) + (", which does not hold root" if memory["root_ignores_limit"] else "")
-    rows.append(("memory", f"{_gib(memory['available_bytes'])} available of {_gib(memory['total_bytes'])}, page cache {_gib(memory['page_cache_bytes'])}"))
+    size = f"{_gib(memory['available_bytes'])} available of {_gib(memory['total_bytes'])}"
+    rows.append(("memory", f"{size}, page cache {_gib(memory['page_cache_bytes'])}"))
     rows.append(("ulimit -l", locked))
     for card in m["cards"]:
         link = f"PCIe {card['link_generation']} x{card['link_width']} (now {card['link_generation_now']} x{card['link_width_now']})"
         capability = ".".join(map(str, card["capability"] or ["?"]))
         size = f"{_gib(card['free_bytes'])} of {_gib(card['memory_bytes'])} free"
         why = m["unfit_cards"].get(card["uuid"])
-        rows.append((f"card {card['index']}", f"{card['name']} {card['uuid']}, {capability}, {size}, {link}{f'; cannot serve: {why}' if why else ''}"))
+        words = f"{card['name']} {card['uuid']}, {capability}, {size}, {link}"
+        rows.append((f"card {card['index']}", f"{words}; cannot serve: {why}" if why else words))
     if m["no_card"]:
         rows.append(("cards", f"none: {m['no_card']}"))
     else:
@@ -90,7 +98,8 @@ def plan_rows(p: dict[str, Any]) -> list[tuple[str, str]]:
 def rate_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if r["experts"]:
-        rows.append(("routed experts, CPU", f"{_rate(r['experts']['single_bytes_per_s'])} for one token, {r['expert_cores']} core(s) together"))
+        rate = _rate(r["experts"]["single_bytes_per_s"])
+        rows.append(("routed experts, CPU", f"{rate} for one token, {r['expert_cores']} core(s) together"))
     for name, part in (("attention etc.", "attention"), ("shared expert", "shared"), ("head", "head")):
         rows.append((name, f"{_rate(r[part]['single_bytes_per_s'])} for one token"))
     rows.append(("empty layer call", f"{r['call_s'] * 1e6:.0f} us"))

@@ -88,8 +88,8 @@ def zero_rows(piece: U8, row_bytes: int) -> Mask:
     rows = piece.reshape(-1, row_bytes)
     mask: Mask
     if row_bytes % 8 == 0:
-        words = piece.view(np.uint64).reshape(-1, row_bytes // 8)
-        mask = np.asarray(words[:, 0] == 0)
+        first: npt.NDArray[np.uint64] = piece.view(np.uint64)[:: row_bytes // 8]
+        mask = first == 0
     else:
         mask = ~rows[:, : min(8, row_bytes)].any(axis=1)
     maybe = np.flatnonzero(mask)
