@@ -89,7 +89,7 @@ def zero_rows(piece: U8, row_bytes: int) -> Mask:
     mask: Mask
     if row_bytes % 8 == 0:
         first: npt.NDArray[np.uint64] = piece.view(np.uint64)[:: row_bytes // 8]
-        mask = first == 0
+        mask = ~first.astype(np.bool_)
     else:
         mask = ~rows[:, : min(8, row_bytes)].any(axis=1)
     maybe = np.flatnonzero(mask)
