@@ -12,6 +12,7 @@ from evrun.bench import report
 from evrun.expert_worker.wire.errors import EvrunError
 from evrun.kernels.cuda.errors import DeviceError, UnavailableError
 
+CPU_TOKENS, CARD_TOKENS = "1,4,8,16,32,64,128,256", "1,4,16,64,512,4096"
 as_json = click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 
 
@@ -21,7 +22,8 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--tokens", default="1,4,8,16,32,64,128,256", show_default=True, help="Tokens on one expert.")
+@click.option("--workers", default="cpu", show_default=True, help="As in cuda:0,cuda:1: kernels on the first, a call split over all.")
+@click.option("--tokens", help=f"Tokens on one expert (cpu; default {CPU_TOKENS}), or of a call (cuda; default {CARD_TOKENS}).")
 @click.option("--threads", default="1", show_default=True, help="Thread counts, as in 1,2.")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=3))
 @click.option("--numerics", type=click.Choice(["reference", "weights-only"]), default="reference", show_default=True)
@@ -30,17 +32,27 @@ def bench() -> None:
 @click.option("--no-baseline", is_flag=True, help="Leave torch's dequantise-then-matmul out; it takes most of the time.")
 @as_json
 def kernel(
-    tokens: str, threads: str, rounds: int, numerics: Literal["reference", "weights-only"], dtype: Literal["bfloat16", "float32"],
-    memory: str, no_baseline: bool, as_json: bool,
+    workers: str, tokens: str | None, threads: str, rounds: int, numerics: Literal["reference", "weights-only"],
+    dtype: Literal["bfloat16", "float32"], memory: str, no_baseline: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """CPU kernels over packed rows, beside a plain read of the same bytes."""
+    """Kernels over packed rows, beside a plain read of the same bytes."""
+    if workers != "cpu":
+        from evrun.bench import card_kernel, card_split, devices
+        from evrun.kernels import cuda
+
+        uuids = devices.uuids(workers.split(","))
+        wanted = card_kernel.cases([int(t) for t in (tokens or CARD_TOKENS).split(",")])
+        wanted = [case._replace(numerics=numerics, dtype=dtype) for case in wanted]
+        rows = card_kernel.run(cuda.CompilingDevice(uuids[0]), wanted, devices.CACHE)
+        report.show("kernel", rows + card_split.run(uuids, devices.CACHE), as_json)
+        return
     from evrun.kernels import bench_cpu
 
     work = bench_cpu.Work(numerics=numerics, dtype=dtype)
     kinds: Any = memory.split(",")
     rows = bench_cpu.run(
         work,
-        [int(t) for t in tokens.split(",")],
+        [int(t) for t in (tokens or CPU_TOKENS).split(",")],
         [int(t) for t in threads.split(",")],
         rounds,
         kinds,

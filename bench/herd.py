@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from evrun.bench.devices import CACHE
 from evrun.coordinator.expert_client import ExpertClient
 from evrun.coordinator.fleet import Fleet
 from evrun.coordinator.spec import CoordinatorSpec
@@ -23,8 +24,6 @@ from evrun.expert_worker.wire import supervision
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.slots import SlotLayout
 from evrun.kernels import registry
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evrun"
 
 
 class Herd:

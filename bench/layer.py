@@ -2,7 +2,8 @@
 
 Phases of a call, as the coordinator sees them: `issue` (slot written, every rank told), `wait` (until the last reply),
 `sum`; `compute` is what the slowest rank says of itself. Rows that repeat are resident (page cache, or card cache);
-rows that rotate through all experts are not.
+rows that rotate through all experts are not. Floors of the same run: rows in card memory, the slowest rank's kernels alone;
+registered rung, the bytes over the cards' links; arena rung, the longer of that and the copy into pinned memory.
 """
 
 from __future__ import annotations
@@ -16,44 +17,81 @@ from typing import Any
 import numpy as np
 import torch
 
+from evrun.bench import card_kernel, link, stage
+from evrun.bench.devices import CACHE, uuids
 from evrun.bench.herd import Herd, herd
 from evrun.bench.report import Row, timed
-from evrun.kernels.cuda import driver
+from evrun.coordinator.deal import deal
+from evrun.kernels import cuda
 from evrun.launch.export.checkpoint import complete, write_checkpoint
 from evrun.launch.export.geometry import values
 
-WARM_UP = 8
+WARM_UP = 24
+ARENA_THREADS = 4
+SHARED_CACHE_BYTES = 4 << 30
+"""Of each worker's card cache where several share a card."""
 
 
 def run(checkpoint: Path | None, workers: list[str], tokens: list[int], calls: int) -> list[Row]:
-    """Rows per number of tokens and residency. `floor_seconds` for rows that are not resident on a card: bytes over the link."""
+    """Rows per number of tokens, residency and rung. `floor_seconds` where a card computes."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="evrun-layer-") as folder:
         where = checkpoint or Path(folder) / "c"
         if checkpoint is None:
             config = complete(values("full-rows", n_routed_experts=64))
             write_checkpoint(config, where)
-        devices = _devices(workers)
+        on_cards = any(w != "cpu" for w in workers)
+        devices = [f"cuda:{uuid}" for uuid in uuids(workers)] if on_cards else workers
+        floors = Floors(workers) if on_cards else None
+        sharing = len(set(workers)) < len(workers)
         rows = []
-        caches = (0, -1) if any(d != "cpu" for d in devices) else (-1,)
+        caches = (0, -1) if on_cards else (-1,)
         for cache in caches:
             for rung in ("registered", "arena") if cache == 0 else ("registered",):
                 options: dict[str, Any] = {"combine": "partial", "devices": devices, "chunk": max(tokens), "card_cache_bytes": cache}
                 rungs = ["arena"] if rung == "arena" else ["registered", "arena"]
-                threads = 4 if rung == "arena" else 1
+                threads = ARENA_THREADS if rung == "arena" else 1
+                if sharing and cache:
+                    options["card_cache_bytes"] = SHARED_CACHE_BYTES
                 with herd(where, len(workers), rungs=rungs, threads=threads, **options) as h:
                     for count in tokens:
                         for rotating in (False, True) if cache else (True,):
-                            rows.append(_measure(h, count, rotating, calls, workers, cached=cache != 0))
+                            rows.append(_measure(h, count, rotating, calls, workers, cache != 0, floors, rung))
     return rows
 
 
-def _devices(workers: list[str]) -> list[str]:
-    uuids = driver.device_uuids() if any(w != "cpu" for w in workers) else []
-    return [w if w == "cpu" else f"cuda:{uuids[int(w.partition(':')[2])]}" for w in workers]
+class Floors:
+    """What the cards can do at best, measured before the workers take them."""
+
+    def __init__(self, workers: list[str]) -> None:
+        cards = sorted({int(w.partition(":")[2]) for w in workers})
+        self._sharing = {i: workers.count(f"cuda:{i}") for i in cards}
+        rates = [float(row["gb_per_s"] or 0) * 1e9 for row in link.run(cards, ("registered",))]
+        self.link_bytes_s = rates[-1]
+        """All cards together."""
+        self._copy_bytes_s = stage.copy_rate(cards[0], ARENA_THREADS)
+        self._uuid = uuids(workers[:1])[0]
+        self._kernels: dict[tuple[int, int], float] = {}
+
+    def seconds(self, tokens: int, per_rank: int, bytes_moved: float, rung: str) -> float:
+        """per_rank: most experts of a rank; bytes_moved: over the links; rung: `card`, `registered` or `arena`."""
+        if rung == "card":
+            return self._kernel_s(tokens, per_rank)
+        over_link = bytes_moved / self.link_bytes_s
+        return over_link if rung == "registered" else max(over_link, bytes_moved / self._copy_bytes_s)
+
+    def _kernel_s(self, tokens: int, experts: int) -> float:
+        if (tokens, experts) not in self._kernels:
+            device = cuda.CompilingDevice(self._uuid)
+            row = card_kernel.run(device, [card_kernel.Case(tokens, experts)], CACHE)[0]
+            device.close()
+            self._kernels[tokens, experts] = float(row["seconds"] or 0)
+        return self._kernels[tokens, experts]
 
 
-def _measure(h: Herd, tokens: int, rotating: bool, calls: int, workers: list[str], cached: bool) -> Row:
+def _measure(
+    h: Herd, tokens: int, rotating: bool, calls: int, workers: list[str], cached: bool, floors: Floors | None, rung: str
+) -> Row:  # fmt: skip
     config = h.checkpoint.config
     random = np.random.default_rng(tokens)
     x = torch.from_numpy(random.standard_normal((tokens, config.hidden_size)).astype(np.float32)).to(torch.bfloat16)
@@ -69,11 +107,17 @@ def _measure(h: Herd, tokens: int, rotating: bool, calls: int, workers: list[str
         if i >= WARM_UP:
             seconds.append(ended - started)
             issue.append(issued - started)
-            compute.append(max(r.compute_s for r in h.fleet.ranks))
+            compute.append(max(r.answer.compute_s for r in h.fleet.ranks if r.answer))
             moved.append(_bytes(h) - before)
     distinct = len(np.unique(ids.numpy()))
+    floor_s = None
+    if floors:
+        most = max(len(share) for share in deal(np.unique(ids.numpy()).tolist(), list(range(len(workers))), "sorted").values())
+        crossed = median(moved)
+        floor_s = floors.seconds(tokens, most, crossed, rung if crossed else "card")
     row = timed(
         seconds,
+        floor_s,
         backend=h.fleet.ranks[0].backend,
         workers=",".join(workers),
         world=len(workers),
@@ -86,6 +130,8 @@ def _measure(h: Herd, tokens: int, rotating: bool, calls: int, workers: list[str
         issue_us=median(issue) * 1e6,
         compute_us=median(compute) * 1e6,
         beyond_compute_us=median([s - c for s, c in zip(seconds, compute, strict=True)]) * 1e6,
+        beyond_floor_us=None if floor_s is None else (median(seconds) - floor_s) * 1e6,
+        compute_ratio=None if floor_s is None else median(compute) / floor_s,
     )
     return row
 

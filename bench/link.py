@@ -7,12 +7,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from evrun.bench.report import Row, timed
-from evrun.kernels.cuda.driver import REGISTER_PORTABLE, REGISTER_READ_ONLY, Device, device_uuids
+from evrun.kernels.cuda.driver import REGISTER_PORTABLE, REGISTER_READ_ONLY, Device, PinnedMemory, Registration, device_uuids
 
 ROW_BYTES = 18_800_640
 ROWS = 24
@@ -25,18 +25,24 @@ class Source:
     def __init__(self, uuid: str, kind: str, path: str) -> None:
         self.device = Device(uuid)
         self.stream = self.device.stream()
+        self._held: PinnedMemory | Registration
         self.to = self.device.allocate(ROW_BYTES * ROWS)
         if kind == "pinned":
-            self._held = self.device.pinned(ROW_BYTES * ROWS)
-            self._held.array[:] = 1
-            self.address = self._held.address
+            pinned = self.device.pinned(ROW_BYTES * ROWS)
+            pinned.array[:] = 1
+            self.address, self._held = pinned.address, pinned
         else:
             with open(path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
             self._view = np.frombuffer(self._map, np.uint8)
             self.address = self._view.ctypes.data
             size = -(-self._view.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._registration = self.device.register(self.address, size, REGISTER_PORTABLE | REGISTER_READ_ONLY)
+            self._held = self.device.register(self.address, size, REGISTER_PORTABLE | REGISTER_READ_ONLY)
+
+    def close(self) -> None:
+        self.device.use()
+        self._held.close()
+        self.to.close()
 
     def copy_all(self) -> float:
         """Seconds for every row once."""
@@ -48,14 +54,14 @@ class Source:
         return time.perf_counter() - started
 
 
-def run(cards: list[int]) -> list[Row]:
+def run(cards: list[int], kinds: Sequence[str] = ("pinned", "registered")) -> list[Row]:
     """Rows: each card alone, then all together; `gb_per_s` of the whole. Raises DeviceError, UnavailableError."""
     uuids = device_uuids()
     rows: list[Row] = []
     with tempfile.NamedTemporaryFile(prefix="evrun-link-") as file:
         file.write(os.urandom(1 << 20) * (ROW_BYTES * ROWS // (1 << 20) + 1))
         file.flush()
-        for kind in ("pinned", "registered"):
+        for kind in kinds:
             sources = [Source(uuids[card], kind, file.name) for card in cards]
             for card, source in zip(cards, sources, strict=True):
                 seconds = [source.copy_all() for _ in range(ROUNDS)][2:]
@@ -63,6 +69,8 @@ def run(cards: list[int]) -> list[Row]:
             if len(sources) > 1:
                 seconds = [_together([s.copy_all for s in sources]) for _ in range(ROUNDS)][2:]
                 rows.append(timed(seconds, source=kind, cards=",".join(map(str, cards)), bytes=ROW_BYTES * ROWS * len(sources)))
+            for source in sources:
+                source.close()
     return rows
 
 

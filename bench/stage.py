@@ -49,6 +49,20 @@ def run(card: int) -> list[Row]:
     return rows
 
 
+def copy_rate(card: int, threads: int) -> float:
+    """Bytes a second from the page cache into pinned memory. Raises DeviceError, UnavailableError."""
+    device, size = Device(device_uuids()[card]), ROW_BYTES * ROWS
+    pinned = device.pinned(size)
+    with tempfile.NamedTemporaryFile(prefix="evrun-stage-") as file:
+        file.write(os.urandom(1 << 20) * (size // (1 << 20) + 1))
+        file.flush()
+        source = np.frombuffer(mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+        seconds = median([_copy(source, pinned.array, threads) for _ in range(ROUNDS)][1:])
+    pinned.close()
+    device.close()
+    return size / seconds
+
+
 def _copy(source: np.ndarray, to: np.ndarray, threads: int) -> float:
     step = -(-len(source) // threads)
     parts = [slice(i, i + step) for i in range(0, len(source), step)]
