@@ -1,17 +1,21 @@
-"""Partials, or rows, -> the routed sum of a layer call. Pure, fp32, in one order whoever answered first."""
+"""Partials, or rows, -> the routed sum of a layer call. Pure, fp32, in one order whoever answered first.
+
+Both have a native way (csrc/exchange.cpp) and one in numpy for where the library is missing; their bits are the same.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from evrun.expert_worker.wire import exchange
 
-@dataclass(frozen=True)
-class Share:
+
+class Share(NamedTuple):
     """What one rank gave for some experts of a call."""
 
     rank: int
@@ -19,21 +23,49 @@ class Share:
     """Ascending."""
     result: npt.NDArray[Any]
     """Partial: [T, H] fp32. Rows: [n, H] activation dtype (bf16 as uint16), per expert ascending, per token ascending."""
+    at: int = 0
+    """Address of the result, where it is known: asking numpy costs as much as adding it."""
+
+    def address(self) -> int:
+        return self.at or address_of(self.result)
 
 
-def combine_partials(shares: Sequence[Share], out: npt.NDArray[np.float32]) -> None:
-    """out [T, H] fp32, overwritten: the partials added in rank order."""
+def combine_partials(shares: Sequence[Share], out: npt.NDArray[np.float32]) -> bool:
+    """out [T, H] fp32, overwritten: the partials added in rank order. Returns whether every sum is finite."""
     ordered = sorted(shares, key=lambda s: (s.rank, s.experts[0]))
-    np.copyto(out, ordered[0].result)
-    for share in ordered[1:]:
-        out += share.result
+    library = exchange.load()
+    if library is None:
+        np.copyto(out, ordered[0].result)
+        for share in ordered[1:]:
+            out += share.result
+        return bool(np.isfinite(out).all())
+    parts = array("Q", [share.address() for share in ordered])
+    return bool(library.evrun_add_partials(parts.buffer_info()[0], len(parts), out.size, address_of(out)))
 
 
-def combine_rows(shares: Sequence[Share], ids: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
+def combine_rows(shares: Sequence[Share], ids: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> bool:
     """out [T, H] fp32, overwritten: rows added in ascending expert id, the reference's own order.
 
-    ids [T, K]: the experts each token chose. Bits depend on nothing but the rows and ids.
+    ids [T, K]: the experts each token chose, distinct. Bits depend on nothing but the rows and ids. Returns whether every sum
+    is finite.
     """
+    tokens, hidden = out.shape
+    draws = np.bincount(ids.ravel()).tolist() if tokens > 1 else None
+    library = exchange.load()
+    if library is None:
+        return _combine_rows(shares, ids, out)
+    rows = array("Q", bytes(8 * (int(ids.max()) + 1)))
+    itemsize = shares[0].result.itemsize
+    for share in shares:
+        address = share.address()
+        for expert in share.experts:
+            rows[expert] = address
+            address += (draws[expert] if draws else 1) * hidden * itemsize
+    where = rows.buffer_info()[0]
+    return bool(library.evrun_add_rows(where, address_of(ids), tokens, ids.shape[1], hidden, itemsize, address_of(out)))
+
+
+def _combine_rows(shares: Sequence[Share], ids: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> bool:
     blocks: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[Any]]] = {}
     for share in shares:
         start = 0
@@ -45,6 +77,7 @@ def combine_rows(shares: Sequence[Share], ids: npt.NDArray[np.int32], out: npt.N
     for expert in sorted(blocks):
         tokens, rows = blocks[expert]
         out[tokens] += widen(rows)
+    return bool(np.isfinite(out).all())
 
 
 def widen(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -52,3 +85,9 @@ def widen(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     if rows.dtype == np.float32:
         return rows
     return (rows.astype(np.uint32) << 16).view(np.float32)
+
+
+def address_of(values: npt.NDArray[Any]) -> int:
+    """Of a C-contiguous array."""
+    address: int = values.__array_interface__["data"][0]
+    return address

@@ -5,6 +5,7 @@ The coordinator holds a call until its sum is made, so a lost rank costs a resen
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Callable
@@ -44,13 +45,21 @@ class LayerCall:
     tokens: int
     ids: npt.NDArray[np.int32]
     """The gate's own, not the slot's: later calls write that."""
-    draws: list[int]
-    """Tokens that chose each expert of the layer."""
-    open: list[Piece]
+    open: list[Piece] = field(default_factory=list)
     """Pieces without a share yet, wherever they are."""
     homeless: list[Piece] = field(default_factory=list)
     """Pieces that no live rank holds."""
     shares: list[Share] = field(default_factory=list)
+
+    @functools.cached_property
+    def draws(self) -> list[int]:
+        """Tokens that chose each expert of the layer."""
+        draws: list[int] = np.bincount(self.ids.ravel()).tolist()
+        return draws
+
+    def rows(self, experts: list[int]) -> int:
+        """(token, expert) pairs of these experts."""
+        return len(experts) if self.tokens == 1 else sum(self.draws[e] for e in experts)
 
 
 class ExpertClient:
@@ -79,13 +88,13 @@ class ExpertClient:
         slot = self._turn = (self._turn + 1) % SLOTS
         _, slot_ids, slot_weights = self._fleet.calls.views(slot, tokens)
         self._x[slot][:tokens].copy_(x)
-        own_ids = ids.cpu().numpy()
+        own_ids = ids.numpy(force=True)
         np.copyto(slot_ids, own_ids)
-        np.copyto(slot_weights, weights.cpu().numpy())
-        call = LayerCall(layer, slot, tokens, own_ids, np.bincount(own_ids.ravel()).tolist(), [])
-        self._call = call
-        self._await_live()
-        self._deal_out(call, call.ids.ravel().tolist(), self._fleet.live())
+        np.copyto(slot_weights, weights.numpy(force=True))
+        call = self._call = LayerCall(layer, slot, tokens, own_ids)
+        while not (live := self._fleet.live()):
+            self._step()
+        self._deal_out(call, own_ids.ravel().tolist(), live)
         self._feed()
         return self._collect
 
@@ -101,20 +110,11 @@ class ExpertClient:
         while True:
             while call.open:
                 self._step()
-            self._combine(call, out.numpy())
-            if not self._reject_non_finite(call, out.numpy()):
+            exact = self._fleet.layout.exact
+            if combine_rows(call.shares, call.ids, out.numpy()) if exact else combine_partials(call.shares, out.numpy()):
                 self._call = None
                 return out
-
-    def _combine(self, call: LayerCall, out: npt.NDArray[np.float32]) -> None:
-        if self._fleet.layout.exact:
-            combine_rows(call.shares, call.ids, out)
-        else:
-            combine_partials(call.shares, out)
-
-    def _await_live(self) -> None:
-        while not self._fleet.live():
-            self._step()
+            self._deal_non_finite_again(call)
 
     def _step(self) -> None:
         """Wait for something to happen and act on it."""
@@ -127,6 +127,8 @@ class ExpertClient:
                 self._lost(event)
             else:
                 self._crashed(event)
+        if self._call and not self._call.open:
+            return
         if self._fleet.hopeless():
             reasons = "; ".join(f"rank {r.rank}: {r.reason}" for r in self._fleet.ranks)
             raise DeviceError(f"no worker is left and none will come back ({reasons}); see the workers' logs")
@@ -177,7 +179,7 @@ class ExpertClient:
 
     def _take(self, call: LayerCall, piece: Piece, rank: int, message: PlainAnswer) -> str | None:
         """Accept a share, or say what is wrong with it."""
-        rows = sum(call.draws[e] for e in piece.experts)
+        rows = call.rows(piece.experts)
         if message.rows != rows:
             return f"its reply has {message.rows} rows, {rows} were asked for"
         memory = self._fleet.replies[rank]
@@ -185,13 +187,11 @@ class ExpertClient:
         if self._spec.check_payload and zlib.crc32(result.data) != message.checksum:
             return "its payload does not fit its checksum"
         call.open.remove(piece)
-        call.shares.append(Share(rank, piece.experts, result))
+        call.shares.append(Share(rank, piece.experts, result, memory.result_address))
         return None
 
-    def _reject_non_finite(self, call: LayerCall, out: npt.NDArray[np.float32]) -> bool:
-        """Deal the shares that hold NaN or infinity again. One look at the sum tells whether there are any."""
-        if np.isfinite(out).all():
-            return False
+    def _deal_non_finite_again(self, call: LayerCall) -> None:
+        """The sum holds NaN or infinity: so do some shares."""
         mask = np.uint16(0x7F80)
         for share in list(call.shares):
             finite = (share.result & mask != mask).all() if share.result.dtype == np.uint16 else np.isfinite(share.result).all()
@@ -204,7 +204,6 @@ class ExpertClient:
         if not call.open:
             raise RunError(f"layer {call.layer}: the routed sum overflows fp32 although every rank's share is finite")
         self._feed()
-        return True
 
     def _failed(self, call: LayerCall, piece: Piece, rank: int, cause: str) -> None:
         """The piece has no answer: another rank tries it, unless it failed this way before."""

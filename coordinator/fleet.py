@@ -121,7 +121,6 @@ class Fleet:
         calls = []
         for number, piece in pieces:
             rank = self.ranks[number]
-            assert rank.free
             self._sequence += 1
             call = Call(self._spec.run_id, rank.incarnation, self._sequence, layer, slot, tokens, piece.experts, self._spec.check_payload)
             rank.in_flight = InFlight(piece, self._sequence, layer, now_s)
@@ -183,7 +182,7 @@ class Fleet:
         rank.in_flight = None
         rank.state, rank.reason = "ready", ""
         rank.calls += 1
-        rank.counters, rank.compute_s = list(answer.counters), answer.compute_s
+        rank.answer = answer
 
     def abandon(self) -> None:
         """The request ended: answers still to come are dropped, queued pieces forgotten."""

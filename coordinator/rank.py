@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from evrun.expert_worker.wire.heartbeat import Beat
+from evrun.expert_worker.wire.link import PlainAnswer
 from evrun.expert_worker.wire.messages import COUNTERS
 
 
@@ -19,7 +20,7 @@ class Deadlines:
     kill_s: float
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Piece:
     """Experts of one layer call that one rank computes."""
 
@@ -28,7 +29,7 @@ class Piece:
     """Why it failed so far; the same cause twice is the request's error."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class InFlight:
     """A piece at a rank. Its answer must carry `sequence`."""
 
@@ -40,7 +41,7 @@ class InFlight:
     """Dealt again, or its request ended: the answer is dropped when it comes."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Rank:
     """State of a rank. `down`: no process that can serve; `gone`: none will come by itself."""
 
@@ -63,14 +64,12 @@ class Rank:
     device: str = ""
     backend: str = ""
     rung: str = ""
-    counters: list[int] = field(default_factory=list)
-    """messages.COUNTERS of its incarnation."""
-    compute_s: float = 0.0
-    """What the rank says its newest call took it, from receipt to result."""
+    answer: PlainAnswer | None = None
+    """The newest, with messages.COUNTERS of its incarnation. Read where somebody asks, not at every call."""
 
     def bytes_by_rung(self) -> dict[str, int]:
         """The counters that count something, by name."""
-        return {name: count for name, count in zip(COUNTERS, self.counters, strict=False) if count}
+        return {name: count for name, count in zip(COUNTERS, self.answer.counters, strict=True) if count} if self.answer else {}
 
     @property
     def live(self) -> bool:
@@ -86,7 +85,7 @@ class Rank:
         """A new process: nothing of the older incarnation counts any more."""
         self.incarnation, self.pid, self.pidfd, self.since_s = incarnation, pid, pidfd, now_s
         self.state, self.reason, self.calls, self.kill_asked = "starting", "", 0, False
-        self.in_flight = None
+        self.in_flight = self.answer = None
 
     def stop(self, reason: str) -> list[Piece]:
         """The process is dead. Gives the pieces it still owed to a request."""

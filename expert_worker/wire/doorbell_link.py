@@ -138,7 +138,7 @@ class DoorbellPort(ZmqPort):
 
     def answer(self, partial: Partial) -> None:
         if self._native:
-            self._native.reply(partial.rows, partial.checksum, partial.compute_s, partial.counters)
+            self._native.reply(partial.rows, partial.checksum, partial.compute_s, [*partial.counters])
         else:
             super().answer(partial)
 

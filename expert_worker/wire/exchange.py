@@ -1,7 +1,8 @@
 """libevrun_exchange.so: the undisturbed way of a layer call through the cells, in one native call a side (csrc/exchange.cpp).
 
 It speaks the messages of cell_codec over the cells of slots; what it does not take, the Python code beside it reads from the
-same cells. Without the library everything goes that way: slower, and said in the logs.
+same cells. The sums of a call (coordinator/combine.py) are there too. Without the library everything goes through Python:
+slower, and said in the logs.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def load() -> ctypes.CDLL | None:
     library.evrun_receive.argtypes = (pointer, ctypes.c_int64, number)
     library.evrun_reply.argtypes = (pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, pointer)
     library.evrun_reply.restype = None
+    library.evrun_add_partials.argtypes = (pointer, number, ctypes.c_int64, pointer)
+    library.evrun_add_rows.argtypes = (pointer, pointer, ctypes.c_int64, number, ctypes.c_int64, number, pointer)
     return library
 
 
@@ -136,7 +139,7 @@ class WorkerEnd:
         woken: int = self._receive(self._address, spin_ns, timeout_ms)
         return woken
 
-    def reply(self, rows: int, checksum: int, compute_s: float, counters: list[int]) -> None:
+    def reply(self, rows: int, checksum: int, compute_s: float, counters: list[int | ctypes.c_int64]) -> None:
         self._counters[:] = counters
         self._reply(self._address, rows, checksum, compute_s, self._counters_address)
 

@@ -2,14 +2,17 @@
 
 import os
 import secrets
+import struct
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from evrun.expert_worker.wire import exchange
 from evrun.expert_worker.wire.hub import Hub
 from evrun.expert_worker.wire.link import TRANSPORTS, ExpertGroup, ExpertPort, open_group, open_port
 from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Stop, codec
@@ -65,9 +68,32 @@ class Ends:
             os.close(self.lifeline_write)
 
 
-@pytest.fixture(params=[*((t, 1 << 20) for t in TRANSPORTS), ("doorbell", 0)], ids=[*TRANSPORTS, "doorbell, spinning"])
-def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
-    both = Ends(request.param[0], tmp_path, processes=request.param[1])
+MANY = 1 << 20
+"""Processes: more than there are cores, so that nothing spins."""
+WAYS = {
+    "doorbell": ("doorbell", MANY, True),
+    "doorbell, spinning": ("doorbell", 0, True),
+    "doorbell, no native library": ("doorbell", MANY, False),
+    "zmq": ("zmq", MANY, True),
+}
+assert {transport for transport, _, _ in WAYS.values()} == set(TRANSPORTS)
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def ends(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    transport, processes, native = request.param
+    assert exchange.load(), "the native library was not built"
+    if not native:
+        monkeypatch.setattr(exchange, "load", lambda: None)
+    both = Ends(transport, tmp_path, processes)
+    yield both
+    both.close()
+
+
+@pytest.fixture(params=[MANY, 0], ids=["sleeping", "spinning"])
+def bells(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
+    """The native way alone: what only it has."""
+    both = Ends("doorbell", tmp_path, request.param)
     yield both
     both.close()
 
@@ -183,3 +209,88 @@ def test_a_dead_incarnation_is_forgotten(ends: Ends) -> None:
     ends.ports[0].announce(partial(1))
     assert ends.collect(1, timeout_s=0.2) == []
     assert ends.hub.junk == 1
+
+
+BOTH = array("i", [1, 0])
+
+
+def gather(ends: Ends, timeout_s: float = 5.0) -> object:
+    """The answers of both ranks; the lifeline stands for everything else that may end the wait."""
+    return ends.group.gather(BOTH, ends.lifeline_read, timeout_s)
+
+
+def ask(ends: Ends, sequence: int) -> None:
+    """Both ranks have been asked and have read the call."""
+    ends.group.submit([(rank, call(sequence + rank)) for rank in (0, 1)])
+    assert [take(port) for port in ends.ports] == [call(sequence), call(sequence + 1)]
+
+
+def test_answers_of_several_ranks_are_gathered_at_once(bells: Ends) -> None:
+    for sequence in range(1, 50, 2):
+        ask(bells, sequence)
+        slow = threading.Timer(0.002, lambda s=sequence: bells.ports[1].answer(partial(s + 1)))
+        slow.start()
+        bells.ports[0].answer(partial(sequence))
+        answers = gather(bells)
+        assert [(a.rows, a.checksum, list(a.counters)) for a in answers] == [(2, -1, [0, 0, 0, 1, 0, 0, 0])] * 2  # type: ignore[attr-defined]
+        assert bells.group.receive(bells.group.fds()) == []
+        slow.join()
+
+
+ODD = {
+    "another sequence": partial(99),
+    "a failure": Failed(RUN, 1, 2, 3, "a bad row"),
+    "another incarnation": Partial(RUN, 2, 2, 3, 2, -1, [0] * 7, 0.0),
+    "another layer": Partial(RUN, 1, 2, 4, 2, -1, [0] * 7, 0.0),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_an_answer_that_is_not_plain_is_left_for_receive(bells: Ends, odd: Partial | Failed) -> None:
+    ask(bells, 1)
+    bells.ports[0].answer(partial(1))
+    bells.ports[1].reply(bells.ports[1].encode(odd))
+    assert gather(bells) == []
+    assert bells.group.receive(bells.group.fds()) == [(0, partial(1)), (1, odd)]
+
+
+def test_a_damaged_cell_is_left_for_receive(bells: Ends) -> None:
+    for damage in (b"", b"\xff" * 112, struct.pack("<q", 0x45565232)):
+        ask(bells, 1)
+        bells.ports[0].answer(partial(1))
+        bells.ports[1].reply(damage)
+        assert gather(bells) == []
+        assert bells.group.receive(bells.group.fds()) == [(0, partial(1)), (1, None)]
+
+
+def test_a_second_answer_does_not_pass_for_the_next_calls(bells: Ends) -> None:
+    ask(bells, 1)
+    for rank in (0, 1):
+        bells.ports[rank].answer(partial(1 + rank))
+    assert gather(bells)
+    bells.ports[0].reply(bells.ports[0].encode(partial(1)))
+    ask(bells, 3)
+    bells.ports[1].answer(partial(4))
+    assert gather(bells) == []
+    assert bells.group.receive(bells.group.fds()) == [(0, partial(1)), (1, partial(4))]
+
+
+def test_the_wait_for_answers_ends_for_others_and_with_its_time(bells: Ends) -> None:
+    ask(bells, 1)
+    bells.ports[0].answer(partial(1))
+    started = time.monotonic()
+    assert gather(bells, 0.05) == []
+    assert 0.04 < time.monotonic() - started < 2
+    threading.Timer(0.05, lambda: os.write(bells.lifeline_write, b".")).start()
+    assert gather(bells) == []
+    assert os.read(bells.lifeline_read, 1) == b"."
+    bells.ports[1].answer(partial(2))
+    assert gather(bells)
+
+
+def test_a_message_that_is_no_call_of_this_incarnation_is_told(bells: Ends) -> None:
+    stale = Call(RUN, 7, 1, 3, 0, 2, [1, 5], False)
+    bells.group.submit([(0, stale)])
+    assert take(bells.ports[0]) == stale
+    bells.group.submit([(0, call(2))])
+    assert take(bells.ports[0]) == call(2)
