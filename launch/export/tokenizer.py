@@ -24,7 +24,7 @@ MAX_VOCAB_SIZE = 400_000
 
 _BLANK = "Ġ"
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
-_SPLITS = (
+SPLITS = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -41,7 +41,7 @@ def build(vocab_size: int) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIALS, *alphabet, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     extra = [f"<｜place▁holder▁no▁{i}｜>" for i in range(placeholders)]
