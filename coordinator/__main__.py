@@ -10,7 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from evrun.coordinator import sums
+from evrun.coordinator import card, sums
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import child
 
@@ -27,6 +27,7 @@ def main(spec_path: str) -> int:
     spec = CoordinatorSpec.load(spec_path)
     child.die_with_parent(spec.launcher_pid)
     child.pin(spec.cpus, spec.threads)
+    card.pin(spec.device)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
 
     vectors = sums.steady() if spec.dtype == "float32" else None
@@ -53,6 +54,8 @@ def main(spec_path: str) -> int:
     except MemoryError:
         return _fatal(fleet, 4, "out of memory in the coordinator")
     except Exception as error:  # a fault of ours: the log has it whole, the user one line
+        if card.out_of_memory(error):
+            return _fatal(fleet, 4, f"the dense tree does not fit {spec.device}; use --coordinator cpu, or a smaller --card-cache")
         log.error("%s", traceback.format_exc())
         return _fatal(fleet, RUNNING, f"the coordinator failed: {type(error).__name__}: {error}; see `evrun logs coordinator`")
     finally:

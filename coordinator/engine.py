@@ -66,7 +66,7 @@ class Engine:
             self._fail(progress, f"cancelled: {job.cancel_reason}", EvrunError.exit_code)
         except EvrunError as error:
             self._fail(progress, str(error), error.exit_code)
-        except MemoryError:
+        except (MemoryError, torch.OutOfMemoryError):
             self._fail(progress, "out of memory in the coordinator; a smaller --prefill-chunk or --max-context needs less", 4)
         self._experts.abandon()
         self._experts.cancelled = lambda: False

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
+from evrun.coordinator import card
 from evrun.coordinator.engram_map import cached_token_map
 from evrun.coordinator.fleet import Fleet
 from evrun.coordinator.models.registry import Model, load_model
@@ -38,7 +39,7 @@ class Loading:
             dtype=spec.dtype,
             numerics=spec.numerics,
             dense_dtype=spec.dense_dtype,
-            device=spec.device,
+            device=card.torch_device(spec.device),
             token_map=token_map,
             progress=self._progress,
         )

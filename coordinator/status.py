@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
-from evrun.coordinator import report
+from evrun.coordinator import card, report
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import supervision
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
@@ -57,7 +58,9 @@ class StatusMaker:
         return report.experts_line(self._fleet.ranks, self._config.num_hidden_layers, self._spec.deal, self._spec.combine)
 
     def make(self) -> supervision.Status:
-        lines = [*self._dense_lines, self.experts_line(), *report.missing_lines(self._fleet.ranks)] if self.load_s else []
+        ranks = self._fleet.ranks
+        sharing = card.sharing_lines(self._spec.device, ranks, card.mps_runs(os.environ))
+        lines = [*self._dense_lines, self.experts_line(), *report.missing_lines(ranks), *sharing] if self.load_s else []
         return supervision.Status(
             self._state,
             self._phase,
@@ -66,7 +69,7 @@ class StatusMaker:
             self.load_s,
             int(self._running),
             self._requests.waiting(),
-            max((r.last_layer for r in self._fleet.ranks), default=-1),
+            max((r.last_layer for r in ranks), default=-1),
             lines,
             self._fleet.rank_status(),
         )

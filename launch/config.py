@@ -59,6 +59,7 @@ class RunConfig:
     world: int | None = setting(None, Integer(minimum=1, maximum=1024), "Workers. Default: the cards found, else 4.")
     device: str = setting("auto", Choice("KIND", ("auto", "cpu", "cuda")), "auto: a card for each rank where it works, else the CPU.")
     workers: tuple[str, ...] = setting((), Devices(), "The device of each rank, as in cuda:0,cuda:1,cpu.")
+    coordinator: str = setting("cpu", Pattern("DEV", r"cpu|cuda:[0-9]{1,3}"), "Where the dense tree runs: cpu, or cuda:K.")
     name: str = setting(DEFAULT_NAME, NAME, "Name of the run.")
     detach: bool = setting(False, Switch(), "Return when every rank serves; the run stays in the background.")
     deal: str = setting("sorted", Choice("POLICY", ("sorted", "home")), "How experts are dealt to ranks.")

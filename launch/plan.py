@@ -162,11 +162,12 @@ class Plan:
         )
 
     def _card_cache(self, device: str) -> int:
-        """Bytes of a worker's card cache; -1: what is free. Workers that share a card share three quarters of it."""
-        sharing = sum(seat.device == device for seat in self.ranks)
-        if self.config.card_cache is not None or sharing == 1:
+        """Bytes of a worker's card cache; -1: what is free. Workers that share a card share three quarters of it, or half
+        when the dense tree is there too."""
+        sharing, dense = sum(seat.device == device for seat in self.ranks), self.coordinator.device == device
+        if self.config.card_cache is not None or (sharing == 1 and not dense):
             return -1 if self.config.card_cache is None else self.config.card_cache
-        return self.card_memory.get(device, 0) * 3 // 4 // sharing
+        return self.card_memory.get(device, 0) * (2 if dense else 3) // 4 // sharing
 
 
 def make_plan(
@@ -200,7 +201,7 @@ def make_plan(
     pin_budget = config.pin_budget if config.pin_budget is not None else machine.memory_bytes // 2 // max(1, on_cards)
     if on_cards:
         notes.append(f"pin budget: {pin_budget / 2**30:.1f} GiB of shards per card worker; {machine.memory_note}")
-    coordinator = _seat("cpu", "", shares[0])
+    coordinator = _seat(coordinator_device(config, machine), "", shares[0])
     return Plan(
         config, world, ranks, coordinator, max_context, chunk, layout, identity, config.cpu_kernel, pin_budget, memory, tuple(faults),
         tuple(notes),
@@ -236,6 +237,16 @@ def device_for_rank(rank: int, config: RunConfig, cards: Sequence[Card], no_card
         return "cpu", cause
     source = f"--workers {wanted}" if config.workers else "--device cuda"
     raise DeviceError(f"{source}: rank {rank} cannot have a card: {cause}; use --device auto or --device cpu")
+
+
+def coordinator_device(config: RunConfig, machine: Machine) -> str:
+    """Raises DeviceError when there is no such card."""
+    if config.coordinator == "cpu":
+        return "cpu"
+    index = int(config.coordinator[5:])
+    if index >= len(machine.cards):
+        raise DeviceError(f"--coordinator {config.coordinator}: {machine.no_card}; use --coordinator cpu")
+    return f"cuda:{machine.cards[index].uuid}"
 
 
 def context_limit(asked: int | None, model: ModelConfig) -> int:

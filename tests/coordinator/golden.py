@@ -43,11 +43,13 @@ def checkpoint(name: str) -> Checkpoint:
 
 
 @functools.cache
-def model(name: str, variant: str, dense_dtype: str = "bfloat16") -> DeepseekV41:
-    return load(checkpoint(name), variant, dense_dtype)
+def model(name: str, variant: str, dense_dtype: str = "bfloat16", device: str = "cpu") -> DeepseekV41:
+    return load(checkpoint(name), variant, dense_dtype, device=device)
 
 
-def load(found: Checkpoint, variant: str, dense_dtype: str = "bfloat16", progress: Callable[[int, str], None] | None = None) -> DeepseekV41:
+def load(
+    found: Checkpoint, variant: str, dense_dtype: str = "bfloat16", progress: Callable[[int, str], None] | None = None, device: str = "cpu"
+) -> DeepseekV41:
     dtype, numerics = VARIANTS[variant]
     ids = token_map(found.directory / "tokenizer.json", found.config.vocab_size) if found.config.engram_layer_ids else None
     return load_model(
@@ -55,7 +57,7 @@ def load(found: Checkpoint, variant: str, dense_dtype: str = "bfloat16", progres
         dtype=dtype,
         numerics=numerics,
         dense_dtype=dense_dtype,
-        device="cpu",
+        device=device,
         token_map=ids,
         progress=progress or (lambda done, what: None),
     )
@@ -87,7 +89,7 @@ class LocalExperts:
         self._expert = functools.cache(self._expand)
 
     def __call__(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        return lambda: self.routed(layer, x, ids, weights)
+        return lambda: self.routed(layer, x.cpu(), ids.cpu(), weights.cpu())
 
     def routed(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         limit = self._found.config.swiglu_limit
@@ -127,7 +129,7 @@ class Recorder(DetailObserver):
         self.tensor(layer, "moe_routed_out", routed_out)
 
     def tensor(self, layer: int, name: str, value: Tensor) -> None:
-        self._rows.setdefault(f"layers.{layer}.{name}", []).append(value.clone())
+        self._rows.setdefault(f"layers.{layer}.{name}", []).append(value.to("cpu", copy=True))
 
     def __contains__(self, name: str) -> bool:
         return name in self._rows
@@ -167,7 +169,7 @@ def run_on(
     assert start == len(ids)
     for token in following:
         rows.append(tree.forward([token], state, local, observer=decode))
-    return Run(torch.cat(rows), prefill, decode)
+    return Run(torch.cat(rows).cpu(), prefill, decode)
 
 
 def same_sets(a: Tensor, b: Tensor) -> Tensor:

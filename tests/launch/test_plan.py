@@ -81,6 +81,17 @@ def test_workers_that_share_a_card_share_its_memory() -> None:
     assert cache(0, card_cache=5) == 5
 
 
+def test_the_dense_tree_on_a_card() -> None:
+    made = plan(machine(CARDS), coordinator="cuda:1")
+    assert made.coordinator.device == "cuda:GPU-1"
+    caches = [made._card_cache(f"cuda:GPU-{rank}") for rank in (0, 1)]
+    assert caches == [-1, (1 << 30) // 2]
+    with pytest.raises(DeviceError, match=r"--coordinator cuda:2: this machine has 2 card\(s\); use --coordinator cpu"):
+        plan(machine(CARDS), coordinator="cuda:2")
+    with pytest.raises(DeviceError, match="--coordinator cuda:0: no driver; use --coordinator cpu"):
+        plan(coordinator="cuda:0")
+
+
 def test_a_rung_that_the_cpu_does_not_have() -> None:
     with pytest.raises(DeviceError, match="--require arena: rank 0 runs on the CPU, whose rows are in-place"):
         plan(require="arena")

@@ -27,7 +27,7 @@ class Moe:
             step.observer.route(self._layer, ids, weights)
         collect = experts(self._layer, x, ids, weights)
         shared = self._shared(x)
-        routed = collect()
+        routed = collect().to(x.device)
         if step.observer:
             step.observer.moe(self._layer, x, routed)
         if step.details:
