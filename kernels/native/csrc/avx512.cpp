@@ -201,18 +201,11 @@ void expand_pair(const uint8_t *first, const uint8_t *second, __m512 scales, uin
 void expand(const Rows &rows, int first_row, int first_block, int blocks, uint8_t *out) {
     const ptrdiff_t row_bytes = rows.k / 2, row_groups = rows.k / kGroup;
     const int full = rows.k / kBlock;
-    // What will be expanded next but for the last rows: the same blocks of the rows after these.
-    const uint8_t *next = first_row + kTileRows < rows.count ? rows.codes + (first_row + kTileRows) * row_bytes : rows.next_codes;
     for (int p = 0; p < kTilePairs; ++p, out += 64) {
         const uint8_t *codes = rows.codes + (first_row + 2 * p) * row_bytes, *scales = rows.scales + (first_row + 2 * p) * row_groups;
         uint8_t *to = out;
         for (int b = first_block; b < first_block + blocks; ++b, to += kTileBlock) {
             if (b < full) {
-                const uint8_t *ahead = next + 2 * p * row_bytes + b * kBlockBytes;
-                fetch_later(ahead);
-                fetch_later(ahead + 64);
-                fetch_later(ahead + row_bytes);
-                fetch_later(ahead + row_bytes + 64);
                 expand_pair(codes + b * kBlockBytes, codes + row_bytes + b * kBlockBytes,
                             scale_values(load_scales(scales + b * kBlockGroups, scales + row_groups + b * kBlockGroups)), to);
             } else {
@@ -222,6 +215,9 @@ void expand(const Rows &rows, int first_row, int first_block, int blocks, uint8_
         }
     }
 }
+
+// Keeps the compiler from loading a vector twice.
+EVRUN_INLINE void settle(__m512i &v) { asm("" : "+v"(v)); }
 
 // One block of kTileRows rows times one token.
 template <bool kLow>
@@ -237,7 +233,8 @@ EVRUN_INLINE void add_tile(const uint8_t *w, const uint8_t *digits, const uint8_
         const __m512i middle_digits = load_twice(digits + v * 2 * kVectorBytes), top_digits = load_twice(digits + (v * 2 + 1) * kVectorBytes);
         const __m512i low_digits = kLow ? load_twice(lows + v * kVectorBytes) : top_digits;
         for (int p = 0; p < kTilePairs; ++p) {
-            const __m512i weights = _mm512_load_si512(w + (v * kTilePairs + p) * 64);
+            __m512i weights = _mm512_load_si512(w + (v * kTilePairs + p) * 64);
+            settle(weights);
             middle[p] = _mm512_dpbusd_epi32(middle[p], weights, middle_digits);
             top[p] = _mm512_dpbusd_epi32(top[p], weights, top_digits);
             if (kLow) low[p] = _mm512_dpbusd_epi32(low[p], weights, low_digits);
@@ -251,10 +248,12 @@ EVRUN_INLINE void add_tile(const uint8_t *w, const uint8_t *digits, const uint8_
     }
 }
 
-void add_tiles(const uint8_t *w, int blocks, const Token &x, ptrdiff_t first_block, float *lanes) {
+// Fetches some bytes with each block.
+void add_tiles(const uint8_t *w, int blocks, const Token &x, ptrdiff_t first_block, float *lanes, const uint8_t *later, int bytes) {
     for (ptrdiff_t b = first_block; b < first_block + blocks; ++b, w += kTileBlock) {
         const uint8_t *digits = x.blocks + b / 2 * kTokenBlock + b % 2 * (kVectorBytes / 2);
         const uint8_t *lows = x.low + b / 2 * kLowBlock + b % 2 * (kVectorBytes / 2);
+        for (int line = 0; line < bytes; line += 64, later += 64) fetch_later(later);
         uint64_t used;
         std::memcpy(&used, x.used + b * kBlockGroups, 8);
         if (used)
@@ -290,12 +289,19 @@ void many(const Rows &rows, const Token *x, int tokens, float *y, const Scratch 
     constexpr ptrdiff_t kTokenLanes = kTileRows * kLanes;
     for (int first = 0; first < tokens; first += kTokensAtOnce) {
         const int count = tokens - first < kTokensAtOnce ? tokens - first : kTokensAtOnce;
+        const int share = (kTileRows * kBlockBytes / count + 63) / 64 * 64;
         for (int row = 0; row < rows.count; row += kTileRows) {
+            // What will be expanded next is fetched with the tokens, a share of it with each block.
+            const uint8_t *later = row + kTileRows < rows.count ? rows.codes + (row + kTileRows) * (rows.k / 2) : rows.next_codes;
             std::memset(lanes, 0, sizeof(float) * static_cast<size_t>(count * kTokenLanes));
             for (int b = 0; b < blocks; b += kTileBlocks) {
                 const int width = blocks - b < kTileBlocks ? blocks - b : kTileBlocks;
                 expand(rows, row, b, width, tile);
-                for (int t = 0; t < count; ++t) add_tiles(tile, width, x[first + t], b, lanes + t * kTokenLanes);
+                for (int t = 0; t < count; ++t) {
+                    const int bytes = t * share < kTileRows * kBlockBytes ? share : 0;
+                    add_tiles(tile, width, x[first + t], b, lanes + t * kTokenLanes, later, bytes);
+                    later += width * bytes;
+                }
             }
             for (int t = 0; t < count; ++t) add_tile_lanes(lanes + t * kTokenLanes, y + static_cast<ptrdiff_t>(first + t) * rows.count + row);
         }
