@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
+CARDS = int(os.environ.get("EVRUN_TEST_CARDS", "0"))
+"""Run the workers on so many cards, which they share, instead of the CPU; XDG_CACHE_HOME keeps the compiled kernels."""
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = {"fp32": ("float32", "reference"), "fp32noaq": ("float32", "weights-only"), "bf16": ("bfloat16", "reference")}
 
@@ -36,7 +38,7 @@ class Evrun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {**os.environ, "XDG_RUNTIME_DIR": str(folder / "run"), "XDG_STATE_HOME": str(folder / "state"),
-                    "XDG_CACHE_HOME": str(folder / "cache")}  # fmt: skip
+                    "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"] if CARDS else str(folder / "cache")}  # fmt: skip
         (folder / "run").mkdir(mode=0o700)
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
@@ -118,7 +120,8 @@ def evrun_in(folder: Path) -> Iterator[Evrun]:
 @contextmanager
 def running(command: Evrun, checkpoint: Path, *args: str, world: int = 4, name: str = "default") -> Iterator[Evrun]:
     """A detached run; stopped at the end, and nothing of it may be left."""
-    command("launch", "--checkpoint", str(checkpoint), "--world", str(world), "--device", "cpu", "--name", name, "--detach", *args)
+    devices = ["--workers", ",".join(f"cuda:{r % CARDS}" for r in range(world))] if CARDS else ["--device", "cpu"]
+    command("launch", "--checkpoint", str(checkpoint), "--world", str(world), *devices, "--name", name, "--detach", *args)
     try:
         yield command
     finally:
