@@ -92,6 +92,8 @@ class Outcome:
     restarts: int
     detection_s: list[float]
     """From the kill to the coordinator's line about it."""
+    return_s: list[float]
+    """From a death to the coordinator's line that the rank's next incarnation is ready, back-off included."""
 
 
 def disturbed(evrun: Evrun, combine: str, faults: int, seed: int) -> Outcome:
@@ -115,6 +117,7 @@ def disturbed(evrun: Evrun, combine: str, faults: int, seed: int) -> Outcome:
         sum(r["dropped_replies"] for r in ranks),
         sum(r["restarts"] for r in ranks),
         detections(log, injector.hits),
+        returns(log),
     )
 
 
@@ -125,3 +128,16 @@ def detections(log: str, hits: Hits) -> list[float]:
         if match := re.match(r"(\S+) .*pid (\d+)\) died", line):
             seen[int(match[2])] = datetime.fromisoformat(match[1]).timestamp()
     return sorted(seen[pid] - at for pid, at in hits.kills if pid in seen)
+
+
+def returns(log: str) -> list[float]:
+    """Seconds from each death to the rank's next incarnation being ready."""
+    died, back = {}, []
+    for line in log.splitlines():
+        if match := re.match(r"(\S+) .*rank (\d+) \(incarnation (\d+).*\) (died|is ready)", line):
+            key, at = (int(match[2]), int(match[3])), datetime.fromisoformat(match[1]).timestamp()
+            if match[4] == "died":
+                died[key] = at
+            elif (before := (key[0], key[1] - 1)) in died:
+                back.append(at - died[before])
+    return sorted(back)

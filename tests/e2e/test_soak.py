@@ -27,11 +27,12 @@ def test_exact_answers_stay_byte_identical(evrun: Evrun, faults: int) -> None:
         assert got_ids == ids
         assert got_logits == logits
     assert outcome.restarts >= len(outcome.hits.kills) * 0.5
-    found = outcome.detection_s
+    found, back = outcome.detection_s, outcome.return_s
     print(  # noqa: T201 (shown with -s: the figures of a long run)
         f"\n{outcome.hits.count} faults ({len(outcome.hits.kills)} kills), {len(outcome.requests)} requests, {outcome.resends} resends, "
         f"{outcome.dropped} dropped replies, {outcome.restarts} restarts; death to resend: median {percentile(found, 0.5) * 1e3:.0f} ms, "
-        f"p99 {percentile(found, 0.99) * 1e3:.0f} ms, worst {found[-1] * 1e3:.0f} ms"
+        f"p99 {percentile(found, 0.99) * 1e3:.0f} ms, worst {found[-1] * 1e3:.0f} ms; "
+        f"death to serving again: median {percentile(back, 0.5):.2f} s, worst {back[-1]:.2f} s"
     )
 
 

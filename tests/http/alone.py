@@ -99,6 +99,16 @@ class Alone:
     def post(self, **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"model": MODEL, "prompt": [0, 3], **fields})
 
+    @property
+    def http_pid(self) -> int:
+        return self.process.pid
+
+    def complete(self, ids: list[int], new: int) -> dict[str, Any]:
+        response = self.post(prompt=ids, max_tokens=new)
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
     def idle(self) -> bool:
         lines = self.http.get("/metrics").text.splitlines()
         inside = [line for line in lines if line.startswith(("evrun_requests_running ", "evrun_requests_waiting "))]

@@ -31,6 +31,10 @@ class Served:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    @property
+    def http_pid(self) -> int:
+        return self.pid("http")
+
     def close(self) -> None:
         self.http.close()
         self.openai.close()
