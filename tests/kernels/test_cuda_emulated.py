@@ -1,7 +1,7 @@
 """The CUDA kernels' own source on an emulated card, against the torch reference.
 
 `cuda_host/` replaces the headers with machine instructions by coroutines; everything else, from the plan to the
-launches, is what runs on a card. What this cannot show is the card's own arithmetic and speed: see `test_cuda_card.py`.
+launches, is what runs on a card. What this cannot show is the card's own arithmetic and speed: see `test_card_kernels.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels' own source in Triton's interpreter, against the torch reference.
 
 From the plan to the launches everything is what runs on a card. What this cannot show is the card's own arithmetic,
-bfloat16 operands and speed: see `test_triton_card.py`.
+bfloat16 operands and speed: see `test_card_kernels.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import card_golden
 import numpy as np
 import pytest
 from cuda_cases import (
@@ -87,6 +88,12 @@ def test_refusals(side: HostSide, tokens: int) -> None:
 @pytest.mark.slow
 def test_crowded_experts(side: HostSide) -> None:
     check_crowded_experts(maker(), side, shape_of(64, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "numerics", "dtype"), card_golden.VARIANTS)
+def test_golden_expert_path(side: HostSide, variant: str, numerics: Numerics, dtype: Dtype) -> None:
+    card_golden.check_golden(maker(), side, "minimal", variant, numerics, dtype, most_calls=3)
 
 
 def test_call_out_of_bounds(side: HostSide) -> None:

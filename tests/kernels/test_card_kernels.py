@@ -1,4 +1,4 @@
-"""The CUDA kernels on a real card. Run under compute-sanitizer, this is the memory check too."""
+"""Both siblings of card kernels on a real card. Run under compute-sanitizer, this is the memory check too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import card_golden
 import numpy as np
 import pytest
 from cuda_cases import (
@@ -19,17 +20,18 @@ from cuda_cases import (
     check_refusals,
 )
 
-from evrun.kernels import cuda
+from evrun.kernels import cuda, triton
 from evrun.kernels.api import Dtype, FfnShape, Numerics
-from evrun.kernels.cuda import plan
-from evrun.kernels.cuda.backend import CudaBackend
-from evrun.kernels.cuda.driver import Limits
+from evrun.kernels.cuda import plan as cuda_plan
+from evrun.kernels.cuda.driver import Device, Limits
+from evrun.kernels.triton import plan as triton_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(cuda.probe() is not None, reason=f"no card: {cuda.probe()}")]
+NONE = triton.probe() if cuda.probe() else None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NONE is not None, reason=f"no card: {NONE}")]
 
 
 class CardSide:
-    def __init__(self, device: cuda.CompilingDevice) -> None:
+    def __init__(self, device: Device) -> None:
         self._device, self.stream = device, device.stream()
         self._held: list[Any] = []
 
@@ -54,14 +56,14 @@ class CardSide:
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[cuda.CompilingDevice]:
-    device = cuda.CompilingDevice()
+def device() -> Iterator[Device]:
+    device = Device()
     yield device
     device.close()
 
 
 @pytest.fixture
-def side(device: cuda.CompilingDevice) -> CardSide:
+def side(device: Device) -> CardSide:
     return CardSide(device)
 
 
@@ -72,17 +74,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(kept) if kept else tmp_path_factory.mktemp("cubins")
 
 
-@pytest.fixture(params=["own", "any card"])
-def make(request: pytest.FixtureRequest, device: cuda.CompilingDevice, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Backends as planned for this card, and with the kernels that run on every card."""
-    if request.param == "any card":
-        own = plan.plan_multi_token
-        monkeypatch.setattr(plan, "plan_multi_token", lambda s, n, limits: own(s, n, Limits((8, 0), limits.multiprocessors, 65536)))
+@pytest.fixture(params=["cuda", "cuda on any card", "triton", "triton on any card"])
+def make(request: pytest.FixtureRequest, device: Device, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Backends of both siblings, as planned for this card and with the kernels that run on every card."""
+    sibling: Any = cuda if request.param.startswith("cuda") else triton
+    reason = sibling.probe()
+    if reason:
+        pytest.skip(reason)
+    own = sibling.CompilingDevice()
+    if request.param == "cuda on any card":
+        mine = cuda_plan.plan_multi_token
+        monkeypatch.setattr(cuda_plan, "plan_multi_token", lambda s, n, limits: mine(s, n, Limits((8, 0), limits.multiprocessors, 65536)))
+    elif request.param == "triton on any card":
+        planned = triton_plan.make_plan
+        monkeypatch.setattr(triton_plan, "make_plan", lambda *a: planned(*a[:-1], Limits((7, 5), 68, 65536)))
 
-    def made(shape: FfnShape, max_tokens: int, top_k: int, num_experts: int) -> CudaBackend:
-        return cuda.create_on(device, shape, max_tokens, top_k, folder, num_experts)
+    def made(shape: FfnShape, max_tokens: int, top_k: int, num_experts: int) -> Any:
+        return sibling.create_on(own, shape, max_tokens, top_k, folder, num_experts)
 
-    return made
+    yield made
+    own.close()
 
 
 def shape_of(hidden: int, intermediate: int, numerics: Numerics = "reference", dtype: Dtype = "bfloat16") -> FfnShape:
@@ -118,3 +129,9 @@ def test_extreme_scales(make: Make, side: CardSide, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_refusals(make: Make, side: CardSide, tokens: int) -> None:
     check_refusals(make, side, shape_of(256, 128), tokens)
+
+
+@pytest.mark.parametrize("config", ["minimal", "full", "long"])
+@pytest.mark.parametrize(("variant", "numerics", "dtype"), card_golden.VARIANTS)
+def test_golden_expert_path(make: Make, side: CardSide, config: str, variant: str, numerics: Numerics, dtype: Dtype) -> None:
+    card_golden.check_golden(make, side, config, variant, numerics, dtype)
