@@ -9,6 +9,7 @@ from typing import Any, Literal
 import click
 
 from evrun.bench import report
+from evrun.bench.parity.command import command as parity_command
 from evrun.expert_worker.wire.errors import EvrunError
 from evrun.kernels.cuda.errors import DeviceError, UnavailableError
 
@@ -104,6 +105,9 @@ def stage(card: int, as_json: bool) -> None:
     from evrun.bench import stage as module
 
     report.show("stage", module.run(card), as_json)
+
+
+bench.add_command(parity_command)
 
 
 def main() -> int:

@@ -91,7 +91,7 @@ def zero_rows(piece: U8, row_bytes: int) -> Mask:
         first: npt.NDArray[np.uint64] = piece.view(np.uint64)[:: row_bytes // 8]
         mask = ~first.astype(np.bool_)
     else:
-        mask = ~rows[:, : min(8, row_bytes)].any(axis=1)
+        mask = np.asarray(~rows[:, : min(8, row_bytes)].any(axis=1))
     maybe = np.flatnonzero(mask)
     if len(maybe):
         mask[maybe] = ~rows[maybe].any(axis=1)
