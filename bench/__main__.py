@@ -10,6 +10,7 @@ import click
 
 from evrun.bench import report
 from evrun.bench.parity.command import command as parity_command
+from evrun.bench.step.command import command as step_command
 from evrun.expert_worker.wire.errors import EvrunError
 from evrun.kernels.cuda.errors import DeviceError, UnavailableError
 
@@ -108,6 +109,7 @@ def stage(card: int, as_json: bool) -> None:
 
 
 bench.add_command(parity_command)
+bench.add_command(step_command)
 
 
 def main() -> int:

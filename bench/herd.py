@@ -38,7 +38,7 @@ class Herd:
             "on_loss": "elastic", "stall_timeout_s": 2.0, "kill_timeout_s": 30.0, "faults": [], "check_payload": False,
             "backend": registry.choose()[0], "devices": ["cpu"] * world, "card_cache_bytes": -1, "pin_budget_bytes": 1 << 40, "threads": 1,
             "cpus": [sorted(os.sched_getaffinity(0))] * world, "rungs": ["registered", "arena"],
-            **options,
+            "timeline": "", **options,
         }  # fmt: skip
         self.options = options
         layout = SlotLayout.of(config, world, options["chunk"], options["dtype"], options["combine"])
@@ -82,6 +82,7 @@ class Herd:
             reply_fd=self.reply_fds[rank], request_bell_fd=self.bells[rank][0], reply_bell_fd=self.bells[rank][1],
             lifeline_fd=self._lifeline[0], launcher_pid=os.getpid(), faults=o["faults"], cache_dir=str(CACHE),
             card_cache_bytes=o["card_cache_bytes"], pin_budget_bytes=o["pin_budget_bytes"], rungs=o["rungs"],
+            timeline=o["timeline"].format(rank=rank),
         )  # fmt: skip
         path = self.folder / f"worker-{rank}.{spec.incarnation}.json"
         path.write_text(spec.dump())

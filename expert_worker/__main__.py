@@ -43,6 +43,7 @@ def main(spec_path: str) -> int:
 def _serve(spec: WorkerSpec, started: float) -> None:
     from evrun.expert_worker.lane import open_lane
     from evrun.expert_worker.loop import Loop
+    from evrun.expert_worker.timeline import Part, Timeline
     from evrun.expert_worker.wire import messages
     from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
     from evrun.expert_worker.wire.heartbeat import Heart
@@ -67,8 +68,13 @@ def _serve(spec: WorkerSpec, started: float) -> None:
         log.info("ready in %.2f s: %s, rung %s, %d thread(s) on cores %s", load_s, lane.backend, lane.rung, spec.threads, spec.cpus)
         heart.enter("ready")
         port.announce(messages.Ready(spec.rank, spec.incarnation, spec.device, lane.backend, lane.rung, spec.threads, load_s))
+        timeline = Timeline() if spec.timeline else None
+        if timeline:
+            timeline.wrap([Part(lane, "compute", "compute"), *lane.parts()])
         Loop(spec, config.n_routed_experts, port, calls, reply, lane, heart).run()
         heart.enter("stopped")
+        if timeline:
+            timeline.write(spec.timeline)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError
@@ -35,6 +36,10 @@ class Lane(Protocol):
         out: npt.NDArray[Any],
     ) -> int:  # fmt: skip
         """One call (kernels.api.CpuBackend.call). Returns the rows computed. Raises PayloadError for the data's faults."""
+        ...
+
+    def parts(self) -> list[Part]:
+        """What a call consists of, by phase, for a timeline."""
         ...
 
 
@@ -78,6 +83,11 @@ class CpuLane:
         return done
 
 
+    def parts(self) -> list[Part]:
+        """See Lane."""
+        return [Part(self._kernel, "call", "launch")]
+
+
 class EmptyLane:
     """Computes nothing: what is left of a layer call is the way there and back (`evrun bench ipc`)."""
 
@@ -91,6 +101,9 @@ class EmptyLane:
         out: npt.NDArray[Any],
     ) -> int:  # fmt: skip
         return len(experts) if len(ids) == 1 else int(np.isin(ids, experts).sum())
+
+    def parts(self) -> list[Part]:
+        return []
 
 
 def open_lane(spec: WorkerSpec, checkpoint: Checkpoint, reply: ReplyMemory, beat: Callable[[], None]) -> Lane:

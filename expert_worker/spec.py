@@ -58,6 +58,8 @@ class WorkerSpec:
     """Card memory for the row cache; -1: what is free when everything else is allocated."""
     pin_budget_bytes: int = 0
     """Most bytes of shards registered with the driver at a time."""
+    timeline: str = ""
+    """File for the spans of this process's work (benchmarks only); empty: nothing is timed."""
     rungs: list[str] = field(default_factory=lambda: ["registered", "arena"])
     """Rungs below the card cache that may be used, in order."""
 

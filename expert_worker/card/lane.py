@@ -21,6 +21,7 @@ from evrun.expert_worker.card.rows import CardRows, staging_bytes
 from evrun.expert_worker.card.trial import self_test_of
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
@@ -166,6 +167,13 @@ class CardLane:
         cache, counts = self._ladder.cache, self.bytes_by_rung
         counts["cache hits"], counts["cache misses"], counts["cache evictions"] = cache.hits, cache.misses, cache.evictions
         return rows
+
+    def parts(self) -> list[Part]:
+        """See Lane. The native way of one token issues and waits in one call, which counts as launch."""
+        ladder, inputs, kernel = self._ladder, self._inputs, self._kernel
+        copies = [Part(ladder, "bring_in", "upload"), *(Part(inputs, name, "upload") for name in ("write", "write_x", "send"))]
+        kernels = [Part(kernel, "call", "launch"), Part(kernel, "call_single", "launch"), Part(self._one, "call", "launch")]
+        return [*copies, *kernels, *ladder.staging_parts(), Part(self._stream, "synchronize", "drain")]
 
     def _resident(
         self, experts: Sequence[int], slots: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32],

@@ -11,6 +11,7 @@ import numpy as np
 from evrun.expert_worker.card.cache import CardCache, Key
 from evrun.expert_worker.card.layout import RowLayout, lay_out, slot_bytes
 from evrun.expert_worker.card.rungs import Arena, Registered
+from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError
 from evrun.kernels.cuda.driver import Device, Event, Stream
@@ -81,6 +82,10 @@ class CardRows:
             return None
         self.bytes_by_rung["card"] += self._row_bytes * len(keys)
         return [slot for slot in map(cache.find, keys) if slot is not None]
+
+    def staging_parts(self) -> list[Part]:
+        """The host copies of the arena, for a timeline."""
+        return [Part(self._arena, "copy", "stage"), Part(self._arena, "flush", "stage")] if self._arena else []
 
     def cut(self, layer: int, experts: Sequence[int], tail: int) -> list[list[int]]:
         """A call's experts in runs of which each needs at most HALF rows brought in, the last one at most `tail`: its

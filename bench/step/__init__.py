@@ -1,0 +1,1 @@
+"""`evrun bench step`: a whole prefill and whole decode steps, phase by phase."""
