@@ -18,6 +18,7 @@ from evrun.expert_worker.card.lane import CardLane
 from evrun.expert_worker.lane import CpuLane
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
+from evrun.expert_worker.timeline import Timeline
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
 from evrun.expert_worker.wire.slots import ReplyMemory, SlotLayout
@@ -185,6 +186,18 @@ def test_bits_do_not_depend_on_cache_eviction_or_rung(bench: Any, kernels: Path,
                  ((1, 1, [0, 7, 9]), (1, 4, ALL), (2, 1, [7, 9, 20]), (1, 1, [0, 7, 9]), (2, TOKENS, ALL[::2]))]  # fmt: skip
         answers.append(calls)
     assert all(a == answers[0] for a in answers)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("rungs", "phases"), [(["arena"], {"stage", "upload", "launch", "drain"}), (["registered"], {"upload", "launch", "drain"})]
+)
+def test_a_timeline_sees_every_part_of_a_call(bench: Any, tokens: int, rungs: list[str], phases: set[str]) -> None:
+    b = bench(rungs=rungs)
+    timeline = Timeline()
+    timeline.wrap(b.lane.parts())
+    close_to(*b.both(3, tokens, ALL))
+    assert {span.phase for span in timeline.spans} == phases
 
 
 def test_the_cache_saves_copies_and_counts(bench: Any) -> None:
