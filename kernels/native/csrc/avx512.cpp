@@ -188,7 +188,7 @@ void few(const Rows &rows, const Token *x, int tokens, float *y) {
 constexpr int kTileRows = 16, kTilePairs = kTileRows / 2;
 constexpr int kTileScales = kByteVectors * kTilePairs * 64;
 constexpr int kTileBlock = kTileScales + kTilePairs * 64;
-constexpr int kTileBlocks = 5;
+constexpr int kTileBlocks = 4;  // even: two blocks of a token lie together
 static_assert(kTileBlock * kTileBlocks + 64 <= kManyRows * kManyBlocks * kRowBlock);
 static_assert(kTokensAtOnce * kTileRows * kLanes + 16 <= kManyRows * kRowLanes);
 
@@ -216,9 +216,6 @@ void expand(const Rows &rows, int first_row, int first_block, int blocks, uint8_
     }
 }
 
-// Keeps the compiler from loading a vector twice.
-EVRUN_INLINE void settle(__m512i &v) { asm("" : "+v"(v)); }
-
 // One block of kTileRows rows times one token.
 template <bool kLow>
 EVRUN_INLINE void add_tile(const uint8_t *w, const uint8_t *digits, const uint8_t *lows, float *lanes) {
@@ -233,8 +230,7 @@ EVRUN_INLINE void add_tile(const uint8_t *w, const uint8_t *digits, const uint8_
         const __m512i middle_digits = load_twice(digits + v * 2 * kVectorBytes), top_digits = load_twice(digits + (v * 2 + 1) * kVectorBytes);
         const __m512i low_digits = kLow ? load_twice(lows + v * kVectorBytes) : top_digits;
         for (int p = 0; p < kTilePairs; ++p) {
-            __m512i weights = _mm512_load_si512(w + (v * kTilePairs + p) * 64);
-            settle(weights);
+            const __m512i weights = _mm512_load_si512(w + (v * kTilePairs + p) * 64);
             middle[p] = _mm512_dpbusd_epi32(middle[p], weights, middle_digits);
             top[p] = _mm512_dpbusd_epi32(top[p], weights, top_digits);
             if (kLow) low[p] = _mm512_dpbusd_epi32(low[p], weights, low_digits);

@@ -10,8 +10,9 @@ namespace evrun {
 
 namespace {
 
-// Rows that a thread takes at once. One token: long linear stretches of one matrix. Many: whole groups of w2's input.
-constexpr int32_t kFirstRowsOne = 128, kFirstRowsMany = 32;
+// Rows that a thread takes at once, whole groups of w2's input. One token: long linear stretches of one matrix. More tokens than
+// the second-level cache holds: as many rows as they are worth reading again for.
+constexpr int32_t kFirstRowsLong = 128, kFirstRowsShort = 32;
 constexpr int32_t kSecondRowsFew = 256, kSecondRowsMany = 64;
 constexpr int32_t kSecondFew = 8;  // tokens an expert
 constexpr int64_t kWorthThreads = 256 << 10;  // bytes of packed rows below which waking threads costs more than they do
@@ -23,7 +24,7 @@ int32_t pair_capacity(const evrun_config &c) {
 
 int32_t pieces(int32_t all, int32_t piece) { return (all + piece - 1) / piece; }
 
-int32_t first_rows(int32_t count) { return count == 1 ? kFirstRowsOne : kFirstRowsMany; }
+int32_t first_rows(int32_t count) { return count == 1 || count > kTokensAtOnce ? kFirstRowsLong : kFirstRowsShort; }
 
 Rows part(const uint8_t *codes, const uint8_t *scales, int32_t k, int32_t first, int32_t count) {
     codes += static_cast<ptrdiff_t>(first) * (k / 2);
@@ -56,7 +57,7 @@ Engine::Engine(const Kernels &kernels, const evrun_config &config)
     used_.reserve(pair_token_.size());
     const int32_t tokens = config.max_tokens;
     for (Buffers &s : buffers_) {
-        s.g.resize(static_cast<size_t>(std::max(tokens * kFirstRowsMany, kFirstRowsOne)));
+        s.g.resize(static_cast<size_t>(tokens) * kFirstRowsLong);
         s.u.resize(s.g.size());
         s.y.resize(static_cast<size_t>(std::max(tokens * kSecondRowsMany, kSecondFew * kSecondRowsFew)));
         s.tokens.resize(static_cast<size_t>(tokens));
