@@ -31,11 +31,12 @@ def bench() -> None:
 @click.option("--numerics", type=click.Choice(["reference", "weights-only"]), default="reference", show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--memory", default="anonymous", show_default=True, help="anonymous, mapped, or both with a comma.")
+@click.option("--cpu-kernel", default="auto", show_default=True, help="auto: the fastest here; or names, as in native-avx2,native-avx512.")
 @click.option("--no-baseline", is_flag=True, help="Leave torch's dequantise-then-matmul out; it takes most of the time.")
 @as_json
 def kernel(
     workers: str, tokens: str | None, threads: str, rounds: int, numerics: Literal["reference", "weights-only"],
-    dtype: Literal["bfloat16", "float32"], memory: str, no_baseline: bool, as_json: bool,
+    dtype: Literal["bfloat16", "float32"], memory: str, cpu_kernel: str, no_baseline: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Kernels over packed rows, beside a plain read of the same bytes."""
     if workers != "cpu":
@@ -48,8 +49,12 @@ def kernel(
         rows = card_kernel.run(cuda.CompilingDevice(uuids[0]), wanted, devices.CACHE)
         report.show("kernel", rows + card_split.run(uuids, devices.CACHE), as_json)
         return
-    from evrun.kernels import bench_cpu
+    from evrun.kernels import bench_cpu, native
 
+    known = {f"native-{v.name}": v.name for v in native.variants() if v.supported}
+    names = [] if cpu_kernel == "auto" else cpu_kernel.split(",")
+    if not known.keys() >= set(names):
+        raise click.BadParameter(f"expected auto or some of {', '.join(known)}, found {cpu_kernel!r}", param_hint="--cpu-kernel")
     work = bench_cpu.Work(numerics=numerics, dtype=dtype)
     kinds: Any = memory.split(",")
     rows = bench_cpu.run(
@@ -58,6 +63,7 @@ def kernel(
         [int(t) for t in threads.split(",")],
         rounds,
         kinds,
+        variants=[known[name] for name in names] or None,
         baseline=not no_baseline,
         progress=lambda line: click.echo(line, err=True),
     )

@@ -28,10 +28,12 @@ Memory = Literal["anonymous", "mapped"]
 
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 LEAST_BYTES = 900_000_000
+TIMES_THE_CACHES = 4
+"""Rows take at least LEAST_BYTES, and this many times what the largest cache holds."""
 EXPERTS_OF_A_CALL = 6
 SCALES = (117, 123)
 """2^-10 to 2^-4."""
-PEAK_STEPS = 2_000_000
+PEAK_STEPS = 40_000_000
 BASELINE = "torch"
 BASELINE_EXPERTS = 1
 
@@ -84,7 +86,7 @@ def run(
     threads: Sequence[int] = (1,),
     rounds: int = 10,
     memory: Sequence[Memory] = ("anonymous",),
-    least_bytes: int = LEAST_BYTES,
+    least_bytes: int | None = None,
     variants: Sequence[str] | None = None,
     baseline: bool = True,
     peers: Mapping[str, MakePeer] | None = None,
@@ -95,6 +97,7 @@ def run(
     tokens      tokens that use each expert; a call has six experts
     threads     of one backend; the torch baseline always has one
     memory      `mapped`: a file in the page cache, as a worker sees a checkpoint
+    least_bytes of rows; default: LEAST_BYTES, more where the caches are large
     variants    of the native kernel; default: the fastest here by its own measurement
     baseline    time the torch reference as well: it expands the codes and multiplies
     peers       other contenders by name
@@ -106,7 +109,7 @@ def run(
     variants = list(variants) if variants is not None else [native.measure()]
     rows = []
     for kind in memory:
-        packed = _Packed(work, least_bytes, kind)
+        packed = _Packed(work, least_bytes if least_bytes is not None else max(LEAST_BYTES, TIMES_THE_CACHES * largest_cache_bytes()), kind)
         for count in threads:
             made: list[tuple[str, CpuBackend, bool]] = [
                 (f"native-{v}", native.create(work.shape, max(tokens), EXPERTS_OF_A_CALL, count, variant=v), False) for v in variants
@@ -119,6 +122,12 @@ def run(
             progress(f"{kind} memory, {count} threads: {rounds} rounds of {len(contenders)} contenders")
             rows += _measure(work, packed, count, rounds, contenders)
     return rows
+
+
+def largest_cache_bytes() -> int:
+    """As the kernel tells it; 0 where it does not."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 1024 for size in sizes if size.endswith("K")), default=0)
 
 
 def _measure(work: Work, packed: _Packed, threads: int, rounds: int, contenders: Sequence[_Contender]) -> list[dict[str, Any]]:

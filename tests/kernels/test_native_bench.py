@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from evrun.kernels import bench_cpu, native
 from evrun.kernels.api import Row
 
 FIELDS = {
-    "backend", "tokens", "threads", "world", "memory", "numerics", "dtype", "seconds", "bytes", "gb_per_s", "gflop_per_s", "peak_gflop_per_s",
-    "floor_seconds", "ratio", "busy_ratio", "rounds",
+    "backend", "tokens", "threads", "world", "memory", "numerics", "dtype", "seconds", "bytes", "gb_per_s", "gflop_per_s",
+    "peak_gflop_per_s", "floor_seconds", "ratio", "busy_ratio", "rounds",
 }  # fmt: skip
 
 
@@ -54,7 +55,13 @@ def test_rows_of_a_small_run() -> None:
         assert row["bytes"] == 3 * 256 * 128 * 17 // 32
         assert row["seconds"] > 0
         assert row["floor_seconds"] > 0
+        assert row["peak_gflop_per_s"] > 0
         assert np.isclose(row["gb_per_s"] * row["seconds"] * 1e9, row["bytes"])
+
+
+def test_the_largest_cache_is_no_smaller_than_that_of_a_core() -> None:
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    assert bench_cpu.largest_cache_bytes() >= (32 << 10 if sizes else 0)
 
 
 def test_experts_are_handed_out_in_turn() -> None:
