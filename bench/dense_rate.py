@@ -30,12 +30,12 @@ PARTS = ("attention", "shared", "head")
 
 
 def few_layers(config: ModelConfig) -> ModelConfig:
-    """The geometry cut to one layer of each of its two commonest compress ratios, without Engram."""
-    ratios = sorted(ratio for ratio, _ in Counter(config.compress_ratios).most_common(2))
-    sources = tuple(i for i, ratio in enumerate(ratios) if ratio)
+    """The geometry cut to two layers of its commonest compress ratio, without Engram: a KV source, and one that reads it."""
+    ((ratio, _),) = Counter(config.compress_ratios).most_common(1)
+    sources = (0,) if ratio else ()
     vocabulary = min(config.vocab_size, LARGEST_VOCABULARY)
     return dataclasses.replace(
-        config, num_hidden_layers=len(ratios), compress_ratios=tuple(ratios), kv_source_layer_ids=sources, index_source_layer_ids=sources,
+        config, num_hidden_layers=2, compress_ratios=(ratio, ratio), kv_source_layer_ids=sources, index_source_layer_ids=sources,
         candidate_source_layer_id=-1, engram_layer_ids=(), engram_num_embeddings=(), vocab_size=vocabulary,
         bos_token_id=min(config.bos_token_id, vocabulary - 1), eos_token_id=min(config.eos_token_id, vocabulary - 1),
     )  # fmt: skip
@@ -71,33 +71,43 @@ class Stopwatch:
     """Takes the place of the routed experts: their hand-out and their collection cut a forward call into its parts."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._at = 0.0
+        self.begin()
 
     def begin(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.attention: list[float] = []
+        """Seconds of each layer until its experts are handed out, from the collection of the layer before."""
+        self.shared = self.head = 0.0
         self._at = time.perf_counter()
 
+    def end(self) -> None:
+        self.head = self._lap()
+
     def __call__(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self.lap("attention")
+        self.attention.append(self._lap())
 
         def collect() -> torch.Tensor:
-            self.lap("shared")
+            self.shared += self._lap()
             return torch.zeros(x.shape, dtype=torch.float32)
 
         return collect
 
-    def lap(self, part: str) -> None:
+    def seconds(self, config: ModelConfig) -> dict[str, float]:
+        """By part, for all layers of the whole geometry; the head for the few tokens of its vocabulary that there are."""
+        layers, sources = config.num_hidden_layers, len(config.kv_source_layer_ids)
+        source, other = self.attention
+        return {"attention": sources * source + (layers - sources) * other, "shared": layers / 2 * self.shared, "head": self.head}
+
+    def _lap(self) -> float:
         now = time.perf_counter()
-        self.seconds[part] += now - self._at
-        self._at = now
+        lap, self._at = now - self._at, now
+        return lap
 
 
 def part_bytes(config: ModelConfig) -> dict[str, int]:
-    """Bytes of weights that a token reads, by part; the embedding and the Engram tables are only looked up in."""
+    """Bytes of weights that a token reads, by part, without Engram; the embedding is only looked up in."""
     sizes = dict.fromkeys(PARTS, 0)
     for name, (dtype, shape) in other_specs(config).items():
-        if is_skipped(name) or name == "embed.weight" or ".engram.embed." in name:
+        if is_skipped(name) or name == "embed.weight" or ".engram." in name:
             continue
         part = "head" if name == "head.weight" else "shared" if ".shared_experts." in name else "attention"
         sizes[part] += ITEM_BYTES[dtype] * math.prod(shape)
@@ -107,32 +117,32 @@ def part_bytes(config: ModelConfig) -> dict[str, int]:
 def measure(config: ModelConfig, numerics: str, dtype: str, dense_dtype: str, context: int, threads: int) -> dict[str, Rate]:
     """Rate by part, at position `context` of a sequence."""
     torch.set_num_threads(threads)
-    config = few_layers(config)
+    few = few_layers(config)
     model = load_model(
-        RandomCheckpoint(config),  # type: ignore[arg-type]
+        RandomCheckpoint(few),  # type: ignore[arg-type]
         dtype=dtype, numerics=numerics, dense_dtype=dense_dtype, device="cpu", token_map=None, progress=lambda done, what: None,
     )  # fmt: skip
-    watch = Stopwatch()
-    seconds = {tokens: _parts(model, watch, config, tokens, context) for tokens in (1, *PASSES)}
-    sizes = part_bytes(config)
-    few, many = PASSES
-    return {p: Rate.fit(sizes[p], seconds[1][p], (few, seconds[few][p]), (many, seconds[many][p])) for p in PARTS}
+    seconds = {tokens: _least(model, few, config, tokens, context) for tokens in (1, *PASSES)}
+    sizes = part_bytes(config) | {"head": part_bytes(few)["head"]}
+    first, second = PASSES
+    return {p: Rate.fit(sizes[p], seconds[1][p], (first, seconds[first][p]), (second, seconds[second][p])) for p in PARTS}
 
 
-def _parts(model: Any, watch: Stopwatch, config: ModelConfig, tokens: int, context: int) -> dict[str, float]:
-    """Seconds by part of a forward call, the least of a few; single tokens come first and warm up for the rest."""
+def _least(model: Any, few: ModelConfig, config: ModelConfig, tokens: int, context: int) -> dict[str, float]:
+    """Seconds by part of a forward call, the least of some; single tokens come first and warm up for the rest."""
     state = model.new_state(context + (REPEATS + 1) * tokens)
     for source in state.sources.values():
         for values in (source.entries, source.keys, source.open):
             values.fill_(0.01)
     state.position = context
-    ids = (np.arange(tokens) % config.vocab_size).tolist()
+    ids = (np.arange(tokens) % few.vocab_size).tolist()
     laps: list[dict[str, float]] = []
+    watch = Stopwatch()
     until = time.perf_counter() + ENOUGH_S
     with torch.inference_mode():
         while len(laps) < (2 if tokens == 1 else 1) or (len(laps) <= REPEATS and time.perf_counter() < until):
             watch.begin()
             model.forward(ids, state, watch)
-            watch.lap("head")
-            laps.append(watch.seconds)
+            watch.end()
+            laps.append(watch.seconds(config))
     return {part: min(lap[part] for lap in laps) for part in PARTS}

@@ -11,7 +11,7 @@ from evrun.bench.report import Row, machine
 
 
 def print_steps(rows: Sequence[Row]) -> None:
-    """To stdout: milliseconds, and GiB/s of what the phase reads; in brackets the slowest rank's own milliseconds, hidden ones too."""
+    """To stdout: milliseconds; in brackets the slowest rank's own, hidden ones too; then GiB/s of what the phase reads."""
     console = Console()
     if not console.is_terminal:
         console.width = 200
@@ -19,7 +19,7 @@ def print_steps(rows: Sequence[Row]) -> None:
         mine = [row for row in rows if row["kind"] == kind]
         first = mine[0]
         what = f"{first['tokens']} tokens" if kind == "prefill" else f"one token, the step in the middle of {first['steps']}"
-        table = Table(title=f"{kind}: {what}, ms (GiB/s) [slowest rank's own]; {first['backend']}; {machine()}", title_justify="left")
+        table = Table(title=f"{kind}: {what}, ms \\[slowest rank's own] (GiB/s); {first['backend']}; {machine()}", title_justify="left")
         table.add_column("phase")
         runs = list(dict.fromkeys((row["world"], row["pass"]) for row in mine))
         for world, number in runs:
