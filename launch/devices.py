@@ -18,6 +18,8 @@ from typing import Any
 from evrun.expert_worker.wire.errors import UsageError
 
 ROOT = Path("/")
+NO_LIMIT = 1 << 62
+"""What version 1 of control groups says without a limit is more than this, rounded to pages."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,19 @@ def available_memory_bytes(root: Path = ROOT) -> int:
         except (OSError, ValueError):
             continue
     return min(free, default=1 << 62)
+
+
+def memory_limit_bytes(root: Path = ROOT) -> int | None:
+    """The smallest memory limit of the control groups of this process, page cache included; None: no limit."""
+    limits = []
+    for folder, version in _cgroup_levels("memory", root):
+        try:
+            text = (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text().strip()
+            limits.append(int(text) if text != "max" else NO_LIMIT)
+        except (OSError, ValueError):
+            continue
+    smallest = min(limits, default=NO_LIMIT)
+    return smallest if smallest < NO_LIMIT else None
 
 
 def lockable_memory_bytes(root: Path = ROOT) -> tuple[int, str]:

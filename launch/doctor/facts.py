@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evrun.kernels import registry
-from evrun.launch.devices import ROOT, Machine, available_memory_bytes, cpu_quota, parse_cpu_list
+from evrun.launch.devices import ROOT, Machine, available_memory_bytes, cpu_quota, memory_limit_bytes, parse_cpu_list
 
 PACKAGES = ("evrun", "torch", "numpy", "pyzmq", "safetensors", "tokenizers", "nvidia-ml-py", "nvidia-cuda-nvrtc")
 Facts = dict[str, Any]
@@ -151,6 +151,7 @@ def memory(root: Path = ROOT) -> Facts:
     return {
         "total_bytes": sizes.get("MemTotal"),
         "available_bytes": available_memory_bytes(root),
+        "cgroup_limit_bytes": memory_limit_bytes(root),
         "page_cache_bytes": sizes.get("Cached"),
         "locked_limit_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "root_ignores_limit": os.geteuid() == 0,

@@ -61,7 +61,9 @@ def machine_rows(m: dict[str, Any]) -> list[tuple[str, str]]:
     limit = memory["locked_limit_bytes"]
     locked = "no limit" if limit is None else _gib(limit) + (", which does not hold root" if memory["root_ignores_limit"] else "")
     size = f"{_gib(memory['available_bytes'])} available of {_gib(memory['total_bytes'])}"
-    rows.append(("memory", f"{size}, page cache {_gib(memory['page_cache_bytes'])}"))
+    group = memory["cgroup_limit_bytes"]
+    limited = f", control group limits it to {_gib(group)}, page cache included" if group else ""
+    rows.append(("memory", f"{size}, page cache {_gib(memory['page_cache_bytes'])}{limited}"))
     rows.append(("ulimit -l", locked))
     for card in m["cards"]:
         link = f"PCIe {card['link_generation']} x{card['link_width']} (now {card['link_generation_now']} x{card['link_width_now']})"
@@ -89,6 +91,8 @@ def checkpoint_rows(c: dict[str, Any]) -> list[tuple[str, str]]:
 
 def plan_rows(p: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("coordinator", f"{p['coordinator']['device']}, {p['coordinator']['threads']} thread(s) on cores {p['coordinator']['cores']}")]
+    if p["cpu_kernel"]:
+        rows.append(("CPU kernel", p["cpu_kernel"]))
     for rank, rung in zip(p["ranks"], p["rung"], strict=True):
         cause = f"; no card: {rank['why_no_card']}" if rank["why_no_card"] else ""
         rows.append((f"rank {rank['rank']}", f"{rank['device']}, rung {rung}, {rank['threads']} thread(s) on cores {rank['cores']}{cause}"))

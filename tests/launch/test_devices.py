@@ -114,6 +114,7 @@ def test_control_groups_version_2(tmp_path: Path) -> None:
         },
     )
     assert cpu_quota(tmp_path) == 2.5
+    assert devices.memory_limit_bytes(tmp_path) == 500000
     assert available_memory_bytes(tmp_path) == 500000 - 480000 + 150000
 
 
@@ -131,10 +132,12 @@ def test_control_groups_version_1(tmp_path: Path) -> None:
         },
     )
     assert cpu_quota(tmp_path) == 1.5
+    assert devices.memory_limit_bytes(tmp_path) is None
     assert available_memory_bytes(tmp_path) == 1000 * 1024
 
 
 def test_no_control_groups(tmp_path: Path) -> None:
     _write(tmp_path, {"proc/meminfo": "MemAvailable: 7 kB\n"})
     assert cpu_quota(tmp_path) is None
+    assert devices.memory_limit_bytes(tmp_path) is None
     assert available_memory_bytes(tmp_path) == 7 * 1024
