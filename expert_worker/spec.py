@@ -31,7 +31,7 @@ class WorkerSpec:
     """The cores this process may use."""
     threads: int
     backend: str
-    """Kernel backend by name (`kernels.registry`)."""
+    """Kernel backend by name (`kernels.registry`), on the CPU."""
     numerics: str
     dtype: str
     combine: str
@@ -52,6 +52,8 @@ class WorkerSpec:
     log_level: str = "INFO"
     faults: list[dict[str, str | int | float]] = field(default_factory=list)
     """Scripted faults, for tests only."""
+    card_kernel: str = "cuda"
+    """The same on a card."""
     cache_dir: str = ""
     """Folder for derived data that survives a run (compiled kernels)."""
     card_cache_bytes: int = -1

@@ -1,6 +1,7 @@
-"""Kernel backends of CPU workers by name. A module is imported when it is asked for, never before.
+"""Kernel backends by name: of CPU workers, and of cards. A module is imported when it is asked for, never before.
 
-A backend module has probe() -> None or the reason it cannot run here, and create(...) -> kernels.api.CpuBackend.
+A backend module has probe() -> None or the reason it cannot run here. A CPU's has create(...) -> kernels.api.CpuBackend;
+a card's has CompilingDevice(uuid) and create_on(device, ...), whose result works like cuda.backend.CudaBackend.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from evrun.kernels.api import CpuBackend, FfnShape
 
 _MODULES = {"native": "evrun.kernels.native", "torch": "evrun.kernels.reference"}
 """In the order of preference."""
+_CARD_MODULES = {"cuda": "evrun.kernels.cuda", "triton": "evrun.kernels.triton"}
+"""The same for cards."""
 
 
 class UnknownBackendError(ValueError):
@@ -27,6 +30,27 @@ def module(name: str) -> ModuleType:
     if name not in _MODULES:
         raise UnknownBackendError(f"kernel backend {name!r}: unknown; known: {', '.join(_MODULES)}")
     return importlib.import_module(_MODULES[name])
+
+
+def card_names() -> list[str]:
+    return list(_CARD_MODULES)
+
+
+def card_module(name: str) -> ModuleType:
+    if name not in _CARD_MODULES:
+        raise UnknownBackendError(f"card kernel {name!r}: unknown; known: {', '.join(_CARD_MODULES)}")
+    return importlib.import_module(_CARD_MODULES[name])
+
+
+def choose_card(name: str = "auto") -> tuple[str, list[str]]:
+    """As `choose`, for a card. Raises UnknownBackendError when none can run here, too: a card has no last resort."""
+    passed_over: list[str] = []
+    for candidate in _CARD_MODULES if name == "auto" else [name]:
+        reason = card_module(candidate).probe()
+        if reason is None:
+            return candidate, passed_over
+        passed_over.append(f"{candidate}: {reason}")
+    raise UnknownBackendError(f"no card kernel can run here: {'; '.join(passed_over)}")
 
 
 def choose(name: str = "auto") -> tuple[str, list[str]]:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.launch.config import RunConfig
@@ -20,8 +21,19 @@ WITHIN_S = 300.0
 """The first time a compiler runs; then the kernels come from the cache."""
 
 
-def try_cards(cards: Sequence[Card], config: RunConfig, model: ModelConfig, cache_dir: str) -> dict[str, str]:
-    """{uuid: why this card cannot serve, empty when it can}. Cards are tried side by side."""
+class Verdict(NamedTuple):
+    """What came of one card's trial."""
+
+    unfit: str
+    """Why it cannot serve; empty when it can."""
+    kernel: str = ""
+    """Which sibling of `kernels.registry.card_names` it runs."""
+    passed_over: tuple[str, ...] = ()
+    """Why a preferred one does not run here, a line each."""
+
+
+def try_cards(cards: Sequence[Card], config: RunConfig, model: ModelConfig, cache_dir: str) -> dict[str, Verdict]:
+    """Verdicts by uuid. Cards are tried side by side."""
     started = [(card, _start(card, config, model, cache_dir)) for card in cards]
     return {card.uuid: _verdict(child) for card, child in started}
 
@@ -31,7 +43,7 @@ def _start(card: Card, config: RunConfig, model: ModelConfig, cache_dir: str) ->
     command = [sys.executable, "-m", "evrun.expert_worker.card.trial", card.uuid, cache_dir, *map(str, geometry)]
     environment = child_environment(os.environ, 1) | {"CUDA_VISIBLE_DEVICES": card.uuid}
     return subprocess.Popen(
-        [*command, config.numerics, config.dtype],
+        [*command, config.numerics, config.dtype, config.gpu_kernel],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,15 +53,17 @@ def _start(card: Card, config: RunConfig, model: ModelConfig, cache_dir: str) ->
     )
 
 
-def _verdict(child: subprocess.Popen[str]) -> str:
+def _verdict(child: subprocess.Popen[str]) -> Verdict:
     try:
         out, err = child.communicate(timeout=WITHIN_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return f"its trial took more than {WITHIN_S:g} s"
+        return Verdict(f"its trial took more than {WITHIN_S:g} s")
     if child.returncode:
         words = err.strip().splitlines()
-        return f"its trial {Exit.of(child.returncode)}{': ' + words[-1] if words else ''}"
-    answer = out.strip()
-    return "" if answer.startswith("ok ") else answer or "its trial said nothing"
+        return Verdict(f"its trial {Exit.of(child.returncode)}{': ' + words[-1] if words else ''}")
+    answer, *passed_over = out.strip().splitlines() or ["its trial said nothing"]
+    if not answer.startswith("ok "):
+        return Verdict(answer)
+    return Verdict("", answer.split()[1], tuple(passed_over))

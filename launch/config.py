@@ -16,6 +16,7 @@ from typing import Any
 
 from evrun.expert_worker.wire.errors import UsageError
 from evrun.expert_worker.wire.requests import Generate
+from evrun.kernels import registry
 from evrun.launch import settings
 from evrun.launch.settings import (
     CheckpointPath,
@@ -68,6 +69,7 @@ class RunConfig:
     dtype: str = setting("bfloat16", Choice("DTYPE", ("bfloat16", "float32")), "Values between operations.")
     dense_dtype: str = setting("fp8", Choice("DTYPE", ("fp8", "bfloat16")), "How the dense weights are held.")
     cpu_kernel: str = setting("auto", Pattern("NAME", r"[a-z0-9_-]{1,32}"), "Expert kernel of CPU workers.")
+    gpu_kernel: str = setting("auto", Choice("NAME", ("auto", *registry.card_names())), "Expert kernel of workers on cards.")
     prefill_chunk: int = setting(512, Integer(minimum=1, maximum=1 << 20), "Most tokens of one prefill piece.")
     max_context: int | None = setting(None, Integer(minimum=1), "Most positions of a request. Default: the model's maximum, at most 32768.")
     on_loss: str = setting("elastic", Choice("HOW", ("elastic", "wait")), "After a loss: deal again at once, or wait for the restart.")

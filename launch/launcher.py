@@ -92,10 +92,12 @@ def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, Model
     """The plan, the model's geometry, and what people should know. Everything that can be refused is refused here."""
     checkpoint = Checkpoint.open(config.checkpoint)
     machine = devices.look(os.environ)
-    unfit = try_cards(cards_wanted(config, machine), config, checkpoint.config, _cache_dir())
+    verdicts = try_cards(cards_wanted(config, machine), config, checkpoint.config, _cache_dir())
+    unfit = {uuid: verdict.unfit for uuid, verdict in verdicts.items()}
     plan = make_plan(config, machine, checkpoint.config, checkpoint.identity(), read_faults(config.faults), unfit)
     if request is not None:
         check_request(request, checkpoint.config, plan.max_context)
+    plan = plan.with_card_kernels({f"cuda:{uuid}": (v.kernel, v.passed_over) for uuid, v in verdicts.items()})
     if plan.uses_cpu:
         plan = plan.with_cpu_kernel(*cpu_kernel.choose(config.cpu_kernel))
     return plan, checkpoint.config, [*checkpoint.warnings, *plan.notes]

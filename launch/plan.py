@@ -70,6 +70,8 @@ class Plan:
     identity: Identity
     cpu_kernel: str
     """Backend of CPU workers; `auto` until `with_cpu_kernel`."""
+    card_kernels: Mapping[str, str]
+    """The same of workers on cards, by device; empty until `with_card_kernels`."""
     pin_budget: int
     """Bytes of shards that one worker may have registered with the driver."""
     card_memory: Mapping[str, int]
@@ -85,6 +87,16 @@ class Plan:
     def with_cpu_kernel(self, name: str, passed_over: str) -> Plan:
         """This plan with the kernel that `launch.cpu_kernel` chose."""
         return dataclasses.replace(self, cpu_kernel=name, notes=(*self.notes, *filter(None, [passed_over])))
+
+    def with_card_kernels(self, tried: Mapping[str, tuple[str, Sequence[str]]]) -> Plan:
+        """This plan with what `launch.card_trial` found. `tried`: {device: (kernel, why preferred ones are not used)}."""
+        notes = [
+            f"rank {rank}: card kernel {tried[seat.device][0]}, which is slower, is used; {'; '.join(tried[seat.device][1])}"
+            for rank, seat in enumerate(self.ranks)
+            if seat.device in tried and tried[seat.device][1]
+        ]
+        kernels = {device: kernel for device, (kernel, _) in tried.items() if kernel}
+        return dataclasses.replace(self, card_kernels=kernels, notes=(*self.notes, *notes))
 
     def coordinator_spec(self, wiring: Wiring, incarnation: int, supervision_fd: int) -> CoordinatorSpec:
         config = self.config
@@ -141,6 +153,7 @@ class Plan:
             cpus=list(seat.cpus),
             threads=seat.threads,
             backend=self.cpu_kernel,
+            card_kernel=self.card_kernels.get(seat.device, "cuda"),
             numerics=config.numerics,
             dtype=config.dtype,
             combine=config.combine,
@@ -203,7 +216,7 @@ def make_plan(
         notes.append(f"pin budget: {pin_budget / 2**30:.1f} GiB of shards per card worker; {machine.memory_note}")
     coordinator = _seat(coordinator_device(config, machine), "", shares[0])
     return Plan(
-        config, world, ranks, coordinator, max_context, chunk, layout, identity, config.cpu_kernel, pin_budget, memory, tuple(faults),
+        config, world, ranks, coordinator, max_context, chunk, layout, identity, config.cpu_kernel, {}, pin_budget, memory, tuple(faults),
         tuple(notes),
     )  # fmt: skip
 

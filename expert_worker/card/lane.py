@@ -26,7 +26,7 @@ from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
 from evrun.expert_worker.wire.slots import ReplyMemory
-from evrun.kernels import cuda
+from evrun.kernels import cuda, registry
 from evrun.kernels.api import BadScaleError, Combine, FfnShape
 from evrun.kernels.cuda import errors
 from evrun.kernels.cuda.backend import CudaBackend
@@ -101,7 +101,7 @@ class CardLane:
 
     def __init__(
         self, spec: WorkerSpec, checkpoint: Checkpoint, reply: ReplyMemory, beat: Callable[[], None],
-        open_card: Callable[[str], cuda.CompilingDevice] = cuda.CompilingDevice,
+        open_card: Callable[[str], cuda.CompilingDevice] | None = None,
     ) -> None:  # fmt: skip
         """Raises DeviceError: no driver, no such card, no memory, no compiler, a kernel that fails its self-test."""
         config, rows = checkpoint.config, Rows(checkpoint)
@@ -117,9 +117,10 @@ class CardLane:
             "reference" if spec.numerics == "reference" else "weights-only",
             "bfloat16" if spec.dtype == "bfloat16" else "float32",
         )
+        kernels = registry.card_module(spec.card_kernel)
         try:
-            self._device = open_card(spec.device.partition(":")[2])
-            self._kernel: CudaBackend = cuda.create_on(
+            self._device: cuda.CompilingDevice = (open_card or kernels.CompilingDevice)(spec.device.partition(":")[2])
+            self._kernel: CudaBackend = kernels.create_on(  # or a sibling, which works like it
                 self._device, shape, spec.prefill_chunk, config.num_experts_per_tok, Path(spec.cache_dir), config.n_routed_experts
             )
             beat()

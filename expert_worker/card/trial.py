@@ -1,8 +1,9 @@
 """The kernels of a card against a CPU backend before anything relies on them: here, and `python -m` for the launcher.
 
-    python -m evrun.expert_worker.card.trial UUID CACHE_DIR TOP_K NUM_EXPERTS HIDDEN INTERMEDIATE LIMIT NUMERICS DTYPE
+    python -m evrun.expert_worker.card.trial UUID CACHE_DIR TOP_K NUM_EXPERTS HIDDEN INTERMEDIATE LIMIT NUMERICS DTYPE KERNEL
 
-prints one line: `ok NAME`, or why this card cannot be used. The launcher asks in a process of its own, so that neither
+prints one line: `ok SIBLING NAME`, or why this card cannot be used; further lines say why a preferred sibling is not
+used. KERNEL is `auto` or a name of `registry.card_names`. The launcher asks in a process of its own, so that neither
 a CUDA context nor a fault of a driver stays with it; compiled kernels stay in CACHE_DIR for the workers.
 """
 
@@ -86,15 +87,19 @@ def self_test_of(device: cuda.CompilingDevice, kernel: CudaBackend) -> str | Non
 
 
 def main(arguments: Sequence[str]) -> str:
-    uuid, cache_dir, top_k, num_experts, hidden, intermediate, limit, numerics, dtype = arguments
+    uuid, cache_dir, top_k, num_experts, hidden, intermediate, limit, numerics, dtype, asked = arguments
     shape = FfnShape(int(hidden), int(intermediate), float(limit), numerics, dtype)  # type: ignore[arg-type]
     try:
-        device = cuda.CompilingDevice(uuid)
-        kernel = cuda.create_on(device, shape, MAX_TOKENS, int(top_k), Path(cache_dir), int(num_experts))
+        sibling, passed_over = registry.choose_card(asked)
+        kernels = registry.card_module(sibling)
+        device = kernels.CompilingDevice(uuid)
+        kernel = kernels.create_on(device, shape, MAX_TOKENS, int(top_k), Path(cache_dir), int(num_experts))
         problem = self_test_of(device, kernel)
-    except (errors.UnavailableError, errors.CompileError, errors.DeviceError) as error:
+    except (errors.UnavailableError, errors.CompileError, errors.DeviceError, registry.UnknownBackendError) as error:
         return str(error).splitlines()[0]
-    return f"kernel self-test failed: {problem}" if problem else f"ok {device.name} {kernel.name}"
+    if problem:
+        return f"kernel self-test of {kernel.name} failed: {problem}"
+    return "\n".join([f"ok {sibling} {device.name} {kernel.name}", *passed_over])
 
 
 if __name__ == "__main__":

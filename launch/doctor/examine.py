@@ -60,7 +60,8 @@ def examine(config: RunConfig, prompt_tokens: int, say: Callable[[str], None]) -
     checkpoint = Checkpoint.open(config.checkpoint) if config.checkpoint else None
     model = checkpoint.config if checkpoint else release_config()
     say("trying cards and kernels")
-    unfit = try_cards(cards_wanted(config, machine), config, model, cache_dir())
+    verdicts = try_cards(cards_wanted(config, machine), config, model, cache_dir())
+    unfit = {uuid: verdict.unfit for uuid, verdict in verdicts.items()}
     plan = make_plan(config, machine, model, checkpoint.identity() if checkpoint else {}, (), unfit)
     if plan.uses_cpu:
         plan = plan.with_cpu_kernel(*cpu_kernel.choose(config.cpu_kernel))

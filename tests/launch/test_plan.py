@@ -20,6 +20,7 @@ from evrun.launch.plan import Plan, Wiring, cards_wanted, check_request, context
 
 MODEL: ModelConfig = load_config(CHECKPOINT)
 CARDS = tuple(Card(i, f"GPU-{i}", "H", 1 << 30, (9, 0)) for i in range(2))
+WIRING = Wiring("run", "secret", "ipc://h", "/r", 3, 4, [5, 6], [-1, -1], [-1, -1], 7, 8, "/cache")
 IDENTITY = {"/c/m.safetensors": (1, 2, 3, 4)}
 
 
@@ -49,6 +50,16 @@ def test_auto_says_for_each_rank_why_it_has_no_card() -> None:
 
 def test_deadlines_are_said() -> None:
     assert "deadlines without progress: start 600 s, first call 60 s, stall 0.5 s, kill 30 s" in plan(stall_timeout=0.5).notes
+
+
+def test_card_kernels_and_why_a_preferred_one_is_not_used() -> None:
+    made = plan(machine(CARDS), world=3).with_card_kernels({
+        "cuda:GPU-0": ("triton", ("cuda: NVRTC 12.0 or newer not found",)),
+        "cuda:GPU-1": ("cuda", ()),
+    })  # fmt: skip
+    assert [made.worker_spec(WIRING, rank, 1).card_kernel for rank in (0, 1)] == ["triton", "cuda"]
+    assert "rank 0: card kernel triton, which is slower, is used; cuda: NVRTC 12.0 or newer not found" in made.notes
+    assert not [note for note in made.notes if note.startswith("rank 1")]
 
 
 def test_cards_by_name() -> None:
@@ -156,7 +167,7 @@ def test_requests_are_checked_before_anything_starts() -> None:
 def test_specs_carry_everything_both_ways(tmp_path: Path) -> None:
     faults = [{"rank": 1, "do": "die"}, {"rank": 1, "incarnation": 2, "do": "x"}, {"rank": "coordinator", "do": "y"}]
     made = plan(world=2, faults=faults, combine="exact", dtype="float32", max_context=64).with_cpu_kernel("native-avx2", "")
-    wiring = Wiring("run", "secret", "ipc://h", "/r", 3, 4, [5, 6], [-1, -1], [-1, -1], 7, 8, "/cache")
+    wiring = WIRING
     file = tmp_path / "spec.json"
     worker = made.worker_spec(wiring, 1, 3)
     file.write_text(worker.dump())
