@@ -32,22 +32,36 @@ def bench() -> None:
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--memory", default="anonymous", show_default=True, help="anonymous, mapped, or both with a comma.")
 @click.option("--cpu-kernel", default="auto", show_default=True, help="auto: the fastest here; or names, as in native-avx2,native-avx512.")
+@click.option("--gpu-kernel", default="auto", show_default=True, help="On a card: auto, cuda or triton.")
 @click.option("--no-baseline", is_flag=True, help="Leave torch's dequantise-then-matmul out; it takes most of the time.")
 @as_json
 def kernel(
     workers: str, tokens: str | None, threads: str, rounds: int, numerics: Literal["reference", "weights-only"],
-    dtype: Literal["bfloat16", "float32"], memory: str, cpu_kernel: str, no_baseline: bool, as_json: bool,
+    dtype: Literal["bfloat16", "float32"], memory: str, cpu_kernel: str, gpu_kernel: str, no_baseline: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Kernels over packed rows, beside a plain read of the same bytes."""
     if workers != "cpu":
         from evrun.bench import card_kernel, card_split, devices
-        from evrun.kernels import cuda
+        from evrun.kernels import registry
 
+        if gpu_kernel not in ("auto", *registry.card_names()):
+            expected = f"expected auto or one of {', '.join(registry.card_names())}"
+            raise click.BadParameter(f"{expected}, found {gpu_kernel!r}", param_hint="--gpu-kernel")
+        try:
+            sibling, passed_over = registry.choose_card(gpu_kernel)
+        except registry.UnknownBackendError as error:
+            raise UnavailableError(str(error)) from None
         uuids = devices.uuids(workers.split(","))
         wanted = card_kernel.cases([int(t) for t in (tokens or CARD_TOKENS).split(",")])
         wanted = [case._replace(numerics=numerics, dtype=dtype) for case in wanted]
-        rows = card_kernel.run(cuda.CompilingDevice(uuids[0]), wanted, devices.CACHE)
-        report.show("kernel", rows + card_split.run(uuids, devices.CACHE), as_json)
+        for line in passed_over:
+            click.echo(f"not used: {line}", err=True)
+        kernels = registry.card_module(sibling)
+        rows = card_kernel.run(kernels.CompilingDevice(uuids[0]), wanted, devices.CACHE, kernels)
+        if sibling == "cuda":
+            rows += card_split.run(uuids, devices.CACHE)
+        report.show("kernel", rows, as_json)
         return
     from evrun.kernels import bench_cpu, native
 

@@ -179,14 +179,17 @@ def call(card: Card, backend: CudaBackend, inputs: Inputs, table: Table, experts
         backend.call(card.stream, len(inputs.x), x, ids, weights, numbers, table.address, experts, out, combine)
 
 
-def run(device: cuda.CompilingDevice, wanted: Sequence[Case], cache: Path) -> list[report.Row]:
-    """A row of the result per case. Floor: the bytes of the rows at the rate of a copy on the card, or the operations at
-    BF16_PEAK, whichever is longer. Raises DeviceError, CompileError."""
+def run(device: cuda.CompilingDevice, wanted: Sequence[Case], cache: Path, kernels: Any = cuda) -> list[report.Row]:
+    """A row of the result per case, by a sibling of `kernels.registry.card_module` and its own device.
+
+    Floor: the bytes of the rows at the rate of a copy on the card, or the operations at BF16_PEAK, whichever is longer.
+    Raises DeviceError, CompileError.
+    """
     card = Card(device, random_rows())
     rate = card.copy_rate()
     rows: list[report.Row] = []
     for case in wanted:
-        backend = cuda.create_on(device, shape_of(case.numerics, case.dtype), case.tokens, TOP_K, cache, 384)
+        backend = kernels.create_on(device, shape_of(case.numerics, case.dtype), case.tokens, TOP_K, cache, 384)
         inputs = Inputs(card, case.tokens, case.dtype, case.experts)
         used = len(np.intersect1d(np.unique(inputs.ids), inputs.experts))
         sets = max(1, SLOTS // case.experts)

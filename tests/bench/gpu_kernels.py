@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from evrun.bench.card_kernel import DISTINCT, HIDDEN, TOP_K, Card, Case, Inputs, call, cases, random_rows, run, shape_of
-from evrun.kernels import cuda
+from evrun.kernels import cuda, registry
 from evrun.kernels.api import Combine
 from evrun.kernels.cuda import nvrtc
 from evrun.kernels.cuda.backend import CudaBackend
 from evrun.kernels.cuda.driver import driver_version
+from evrun.kernels.triton.compile import version as triton_version
 
 VARIANTS = (("reference", "bfloat16"), ("reference", "float32"), ("weights-only", "bfloat16"), ("weights-only", "float32"))
 CHECKED = ((1, 6), (1, 1), (2, 8), (33, 8), (160, 8))
@@ -65,13 +66,13 @@ def truth() -> dict[str, Any]:
     return results
 
 
-def check(device: cuda.CompilingDevice, wanted: dict[str, Any], cache: Path) -> bool:
+def check(device: cuda.CompilingDevice, wanted: dict[str, Any], cache: Path, kernels: Any) -> bool:
     """False if a difference is too large: of sums 2e-6 (weights-only float32) or 1e-3, of bf16 rows 1 ulp in 1 of 1,000 values."""
     card = Card(device, random_rows())
     fine = True
     for numerics, dtype in VARIANTS:
         shape = shape_of(numerics, dtype)
-        backend = cuda.create_on(device, shape, 160, TOP_K, cache, 384)
+        backend = kernels.create_on(device, shape, 160, TOP_K, cache, 384)
         for tokens, experts in CHECKED:
             inputs, some = Inputs(card, tokens, dtype, experts), some_of(tokens)
             case = f"{numerics} {dtype} {tokens} {experts}"
@@ -127,17 +128,20 @@ def main() -> int:
     parser.add_argument("what", choices=["truth", "check", "time"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--cache", type=Path, default=Path("/tmp/evrun-cuda-cache"))
+    parser.add_argument("--gpu-kernel", choices=registry.card_names(), default="cuda")
     arguments = parser.parse_args()
     if arguments.what == "truth":
         np.savez_compressed(arguments.file, **truth())
         return 0
-    device = cuda.CompilingDevice()
+    kernels = registry.card_module(arguments.gpu_kernel)
+    device = kernels.CompilingDevice()
     if arguments.what == "check":
-        fine = check(device, dict(np.load(arguments.file)), arguments.cache)
+        fine = check(device, dict(np.load(arguments.file)), arguments.cache, kernels)
         say("all within tolerance" if fine else "DIFFERENT")
         return 0 if fine else 1
-    versions = {"driver": ".".join(map(str, driver_version())), "nvrtc": ".".join(map(str, nvrtc.load().version)), "numpy": np.__version__}
-    result = {"bench": "kernel", "machine": device.name, "versions": versions, "rows": run(device, CASES, arguments.cache)}
+    compiler = triton_version() if arguments.gpu_kernel == "triton" else ".".join(map(str, nvrtc.load().version))
+    versions = {"driver": ".".join(map(str, driver_version())), "compiler": compiler, "numpy": np.__version__}
+    result = {"bench": "kernel", "machine": device.name, "versions": versions, "rows": run(device, CASES, arguments.cache, kernels)}
     arguments.file.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
