@@ -110,7 +110,8 @@ def _measure(checkpoint: Checkpoint, model: Model, work: Work, plan: Plan) -> tu
     prompt = (np.arange(work.prompt_tokens) * 37 + 5) % checkpoint.config.vocab_size
     timeline = Timeline()
     with tempfile.TemporaryDirectory(prefix="evrun-step-") as folder:
-        options: dict[str, Any] = {"combine": work.combine, "chunk": min(work.chunk, work.prompt_tokens), "timeline": f"{folder}/{{rank}}"}
+        options: dict[str, Any] = {"combine": work.combine, "chunk": min(work.chunk, work.prompt_tokens)}
+        options |= {"timeline": f"{folder}/{{rank}}", "stall_timeout_s": 60.0, "kill_timeout_s": 120.0}
         places = {"devices": [seat.device for seat in plan.ranks], "cpus": [list(seat.cpus) for seat in plan.ranks]}
         threads = max(seat.threads for seat in plan.ranks)
         with herd(checkpoint.directory, plan.world, threads=threads, **places, **options) as h, _timed(timeline), torch.inference_mode():

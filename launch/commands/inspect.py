@@ -49,7 +49,8 @@ def command(
         raise UsageError(f"--write-digests {write_digests}: expected a file in a folder that exists")
     report, found = inspect_headers(snapshot_of(directory))
     if (deep or digests or write_digests) and found.shards:
-        sums = _deep(report, [s for s in found.shards if _is_sound(report, s.path.name)], wanted, write_digests is not None, threads)
+        unsound = {p.file for p in found.problems if p.part == "shard"}
+        sums = _deep(report, [s for s in found.shards if s.path.name not in unsound], wanted, write_digests is not None, threads)
         if write_digests:
             _write(write_digests, sums)
     if require_complete:
@@ -75,10 +76,6 @@ def _deep(report: Report, shards: list[Shard], wanted: dict[str, str] | None, ha
         return inspect_payload(report, shards, wanted, hash_all, progress, count)
     finally:
         terminal.close()
-
-
-def _is_sound(report: Report, file: str) -> bool:
-    return not any(c.name == "shard" and c.subject == file and c.outcome == "undecided" for c in report.checks)
 
 
 def _write(path: Path, sums: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_cuda_emulated import CALLED, HOPPER, HostCard, HostStream
 
+from evrun.bench import card_rate
 from evrun.expert_worker.card import rungs
 from evrun.expert_worker.card.lane import CardLane
 from evrun.expert_worker.lane import CpuLane
@@ -22,10 +23,13 @@ from evrun.expert_worker.timeline import Timeline
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
 from evrun.expert_worker.wire.slots import ReplyMemory, SlotLayout
-from evrun.kernels.cuda.driver import REGISTER_READ_ONLY
+from evrun.kernels import cuda
+from evrun.kernels.api import FfnShape
+from evrun.kernels.cuda.driver import REGISTER_PORTABLE, REGISTER_READ_ONLY
 from evrun.kernels.cuda.errors import DeviceError as CardError
 from evrun.kernels.cuda.errors import UnavailableError
 from evrun.kernels.native.library import NativeLibraryError
+from evrun.launch.doctor.rates import Wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]  # compiles the kernels
 FULL = Path(__file__).parents[1] / "golden" / "full" / "checkpoint"
@@ -80,6 +84,8 @@ class EmulatedCard(HostCard):
 
     def host_device_address(self, address: int) -> int:
         return address
+
+    def close(self) -> None: ...
 
     def fail(self, function: str, code: int) -> CardError:
         return CardError(function, code, "CUDA_ERROR_LAUNCH_FAILED")
@@ -308,3 +314,21 @@ def test_a_card_that_is_not_there_is_a_device_error(bench: Any) -> None:
     with pytest.raises(DeviceError, match="GPU-x: card GPU-x is not visible"):
         CardLane(b.spec, b.checkpoint, b.reply, lambda: None, missing)
 
+
+
+@pytest.mark.parametrize("refuses", [(), (REGISTER_PORTABLE | REGISTER_READ_ONLY, REGISTER_PORTABLE)])
+def test_rates_of_a_card(kernels: Path, refuses: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `evrun doctor` measures, by the same rungs and kernels."""
+    monkeypatch.setattr(cuda, "CompilingDevice", lambda uuid: EmulatedCard(kernels, refuses))
+    monkeypatch.setattr(card_rate, "KERNEL_CALLS", 2)
+    monkeypatch.setattr(card_rate, "PASSES", (2, 4))
+    config = Checkpoint.open(FULL).config
+    shape = FfnShape(config.hidden_size, config.moe_intermediate_size, config.swiglu_limit, "reference", "bfloat16")
+    wanted = Wanted("", [0], 1, [], 1, "native", "reference", "bfloat16", "fp8", 8, ["GPU-x"], 2, str(kernels), 0)
+    rates, failed = card_rate.measure_all(wanted, shape, config)
+    assert failed == {}
+    found = rates["GPU-x"]
+    assert (found.registered_bytes_per_s is None) == bool(refuses)
+    assert found.arena_bytes_per_s
+    assert found.experts.seconds(config.row_bytes, 1) > 0
+    assert 0 < found.cache_bytes < 1 << 31

@@ -225,8 +225,9 @@ def test_every_bad_shard_has_its_own_check(ckpt: Path, inspect: Inspect) -> None
     os.truncate(e, e.stat().st_size - 1)
     f.unlink()
     f.mkdir()
-    report = inspect(ckpt)
+    report = inspect(ckpt, "--deep")
     assert set(outcomes(report, "shard").values()) == {"fail"}
+    assert outcomes(report, "payload") == {}
     lines = [line for c in report["checks"] if c["name"] == "shard" for line in c["problems"]]
     words = ["found an empty one", "found 7 bytes", "Git LFS pointer", "for the header alone", "truncated", "found a directory"]
     assert [w for w, line in zip(words, lines, strict=True) if w not in line] == []
