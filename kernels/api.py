@@ -1,7 +1,7 @@
 """The contract of the routed-expert kernels: what a backend gets and what it must give back.
 
-Backends are siblings (`reference`, `native`, `cuda`), the CPU's made by name in `registry`, and compute the same
-function; `reference` is the truth they are compared to. Arrays are numpy or raw device addresses, so that a worker
+Backends are siblings (`reference`, `native`; on cards `cuda`, `triton`), chosen by name in `registry`, and compute the
+same function; `reference` is the truth they are compared to. Arrays are numpy or raw device addresses, so that a worker
 on the native CPU backend imports no torch.
 
 The function, for one expert with rows w1, w3 [I, H], w2 [H, I] and a token x [H] with route weight r (spec 3.2, 3.9):
@@ -10,8 +10,9 @@ The function, for one expert with rows w1, w3 [I, H], w2 [H, I] and a token x [H
 
 numerics `reference`: `lin` rounds its input to E4M3 per 32 channels with a power-of-two scale first; `weights-only`
 leaves that out. dtype `bfloat16`: g, u, a and y are rounded to bf16 (a before its E4M3 rounding); SwiGLU itself is
-fp32. dtype `float32`: no rounding. Sums of products are fp32, in one order of K per backend, whatever T, the threads
-or the grouping: a row (token, expert) never depends on which other experts the call holds.
+fp32. dtype `float32`: no rounding. Sums of products are fp32, in one order of K per backend and kernel. Which kernel
+that is may follow from the call (its T, the tokens of that expert: the same on every rank of every world); so the bits
+of a row (token, expert) depend on the call alone, never on which other experts a rank holds, on threads or on timing.
 """
 
 from __future__ import annotations

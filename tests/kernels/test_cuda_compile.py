@@ -53,7 +53,9 @@ def units_for(shape: FfnShape, limits: Limits) -> plan.Units:
 
 @needs_compiler
 @pytest.mark.parametrize("architecture", CARDS)
-@pytest.mark.parametrize(("numerics", "dtype"), [("reference", "bfloat16"), ("weights-only", "float32")])
+@pytest.mark.parametrize(
+    ("numerics", "dtype"), [("reference", "bfloat16"), pytest.param("weights-only", "float32", marks=pytest.mark.slow)]
+)
 def test_machine_code(compiler: Nvrtc, architecture: str, numerics: Numerics, dtype: Dtype) -> None:
     """No kernel spills registers, and no warpgroup instruction is made to wait for the one before."""
     limits = CARDS[architecture]
