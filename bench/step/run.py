@@ -154,28 +154,27 @@ def _pass(number: int, model: Model, prompt: list[int], work: Work, experts: Tim
 def _rows(
     checkpoint: Checkpoint, work: Work, devices: Sequence[str], backend: str, measured: Sequence[Measured], ranks: Sequence[RankSpans]
 ) -> list[Row]:
-    """One row per pass, kind and phase: seconds of a prefill, median seconds of a decode step."""
-    attention, shared, head = token_bytes(checkpoint.config)
+    """One row per pass, kind and phase: seconds of a prefill, of the decode step in the middle."""
+    config = checkpoint.config
+    attention, shared, head = token_bytes(config)
     found: list[Row] = []
     for number in range(1, PASSES + 1):
         for kind in ("prefill", "decode"):
             mine = [m for m in measured if m.number == number and m.one.kind == kind]
-            if not mine:
-                continue
             parts = [split(m.one, ranks) for m in mine]
-            together = _sum if kind == "prefill" else _median
-            total = together(parts)
-            experts = (sum if kind == "prefill" else median)([m.rows for m in mine]) * checkpoint.config.row_bytes
-            passes = len(mine) if kind == "prefill" else 1
+            if kind == "prefill":
+                total, passes, tokens, rows = _sum(parts), len(mine), work.prompt_tokens, sum(m.rows for m in mine)
+            else:
+                total, passes, tokens, rows = _middle(parts), 1, 1, int(median(m.rows for m in mine))
             size: dict[str, int] = {"dense tree": (attention + shared) * passes, "head": head * passes}
-            size |= dict.fromkeys(WORKER_PHASES, int(experts))
+            size |= dict.fromkeys(WORKER_PHASES, rows * config.row_bytes)
             base: Row = {"kind": kind, "pass": number, "world": len(devices), "workers": ",".join(sorted(set(devices))), "backend": backend}
-            base["tokens"] = work.prompt_tokens if kind == "prefill" else 1
-            base["steps"] = len(mine)
+            base |= {"tokens": tokens, "steps": len(mine), "layers": config.num_hidden_layers, "hidden": config.hidden_size}
+            base["dense_dtype"] = work.dense_dtype
             found += [_row(base, phase, total, size.get(phase)) for phase in PHASES]
             covered = sum(total.visible.values())
             found.append(base | {"phase": "sum", "seconds": covered, "of_wall": covered / total.wall})
-            found.append(base | {"phase": "wall", "seconds": total.wall, "tokens_per_s": float(base["tokens"] or 0) / total.wall})
+            found.append(base | {"phase": "wall", "seconds": total.wall, "tokens_per_s": tokens / total.wall})
     return found
 
 
@@ -196,6 +195,6 @@ def _sum(parts: Sequence[Seconds]) -> Seconds:
     return total
 
 
-def _median(parts: Sequence[Seconds]) -> Seconds:
+def _middle(parts: Sequence[Seconds]) -> Seconds:
     """The step in the middle: phases of one and the same step, so that they add up."""
     return sorted(parts, key=lambda p: p.wall)[len(parts) // 2]
