@@ -80,7 +80,8 @@ def test_extreme_scales(side: HostSide, tokens: int) -> None:
     check_extreme_scales(maker(), side, shape_of(64, 32, "reference", "float32"), tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 21])
 def test_refusals(side: HostSide, tokens: int) -> None:
     check_refusals(maker(), side, shape_of(64, 64), tokens)
 
