@@ -88,8 +88,9 @@ def test_all_golden_folders_with_every_backend(capfd: pytest.CaptureFixture[str]
     code, rows, err = run(capfd, monkeypatch, str(GOLDEN), "--backends", "native,torch", "--world", "4")
     assert (code, err) == (0, "")
     assert {r["data"].split("/")[0] for r in rows} == {"minimal", "full", "long"}
-    # With E4M3 inputs a last bit can flip a rounding step; without, sums differ in their last bits alone.
-    assert all(r["rms"] < 1e-6 for r in rows if r["against"] == "torch" and r["numerics"] == "weights-only")
+    # Sums differ in their last bits; a rounding step after them, to E4M3 or bf16, turns few of these into one of its own.
+    limits = {("reference", "bfloat16"): 0, ("weights-only", "float32"): 1e-6}
+    assert all(r["rms"] <= limits.get((r["numerics"], r["dtype"]), 1e-3) for r in rows if r["against"] == "torch")
 
 
 @pytest.mark.slow
