@@ -84,6 +84,7 @@ def run_compiler(jobs: Sequence[tuple[Unit, int]]) -> list[bytes]:
             capture_output=True,
             text=True,
             env=environment | {"TRITON_CACHE_DIR": f"{folder}/cache"},
+            cwd=folder,
         )
         answers = []
         for number, (unit, architecture) in enumerate(jobs):

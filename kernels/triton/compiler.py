@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from evrun.kernels.triton import sources
+from evrun.kernels.triton import params, sources
 from evrun.kernels.triton.params import POINTER, Call
 
 
@@ -27,7 +27,8 @@ def compile_unit(unit: Mapping[str, Any]) -> Any:
     constants = dict(unit["constants"])
     types = {name: "i64" if kind is POINTER else "i32" for name, kind, *_ in Call._fields_}
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if signature[name] == "i64"}
+    on_16 = [i for i, name in enumerate(function.arg_names) if signature[name] == "i64" and name not in params.NOT_ON_16]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in on_16}
     source = ASTSource(function, signature, {(function.arg_names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": unit["warps"], "num_stages": unit["stages"], "enable_fp_fusion": True}
     return triton.compile(source, GPUTarget("cuda", unit["architecture"], 32), options)

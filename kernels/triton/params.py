@@ -32,6 +32,10 @@ class Call(ctypes.Structure):
     ]
 
 
+NOT_ON_16 = ("experts",)
+"""Pointers that need not be multiples of 16: a call may begin in the middle of a list."""
+
+
 def addresses(call: Call, names: tuple[str, ...], unused: int) -> ctypes.Array[ctypes.c_void_p]:
     """Where a launch finds each parameter: fields of `call`, then `unused` null pointers."""
     begin = ctypes.addressof(call)

@@ -23,6 +23,7 @@ CODE_SCALE = tl.constexpr(16384.0)
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr):
+    """For addresses that are multiples of 16."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
@@ -167,7 +168,7 @@ def _swiglu(gate, up, route, LIMIT: tl.constexpr, BFLOAT16: tl.constexpr):
 def count_tokens(ids, experts, counts, tokens, TOP_K: tl.constexpr):
     """counts [n]: entries of ids [T, K] that chose the program's expert."""
     expert, entries = tl.program_id(0), tokens * TOP_K
-    mine = tl.load(_pointer(experts, tl.int32) + expert)
+    mine = tl.load(experts.to(tl.pointer_type(tl.int32)) + expert)
     found = tl.zeros((ENTRIES,), tl.int32)
     for begin in range(0, entries, ENTRIES):
         entry = begin + tl.arange(0, ENTRIES)
@@ -179,7 +180,7 @@ def count_tokens(ids, experts, counts, tokens, TOP_K: tl.constexpr):
 def place_tokens(ids, experts, counts, pairs, place_of, tokens, num_experts, TOP_K: tl.constexpr, EXPERTS: tl.constexpr):
     """pairs: the entries of each expert, ascending, experts in turn; place_of [T, K]: their inverse, -1 left elsewhere."""
     expert, entries = tl.program_id(0), tokens * TOP_K
-    mine = tl.load(_pointer(experts, tl.int32) + expert)
+    mine = tl.load(experts.to(tl.pointer_type(tl.int32)) + expert)
     other = tl.arange(0, EXPERTS)
     at = tl.sum(tl.load(_pointer(counts, tl.int32) + other, mask=other < tl.minimum(expert, num_experts), other=0))
     for begin in range(0, entries, ENTRIES):
@@ -237,7 +238,7 @@ def _drawn(ids, experts, expert, TOP_K: tl.constexpr, DRAWS: tl.constexpr):
     """Which of the one token's draws is the call's expert number `expert`: [DRAWS] booleans."""
     draw = tl.arange(0, DRAWS)
     id_ = tl.load(_pointer(ids, tl.int32) + draw, mask=draw < TOP_K, other=-1)
-    return id_ == tl.load(_pointer(experts, tl.int32) + expert)
+    return id_ == tl.load(experts.to(tl.pointer_type(tl.int32)) + expert)
 
 
 @triton.jit
