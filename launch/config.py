@@ -81,7 +81,7 @@ class RunConfig:
     start_timeout: float = setting(600.0, Number("S", above=True), "The same while a process starts.")
     first_call_timeout: float = setting(60.0, Number("S", above=True), "The same as --stall-timeout for the first call of a process.")
     transport: str = setting("doorbell", Choice("HOW", ("zmq", "doorbell")), "How calls travel to the workers.")
-    check_payload: bool = setting(False, Switch(), "Checksum every partial.")
+    check_payload: bool = setting(False, Switch(), "CRC-32 of every partial, made and checked: about 1 ns a byte at each end.")
     log_level: str = setting("INFO", Choice("LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR")), "Least level that is logged.")
     faults: str | None = setting(None, FilePath(), "Scripted faults, for tests only.", hidden=True)
 
