@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from evrun.bench.parity.stated import STATED, Arithmetic
 from evrun.bench.report import Row
 
 REFERENCE = "torch"
+SMALL_CACHE_BYTES = 1 << 28
+"""Of a worker on a card: several of them may share one."""
 
 
 def compare(sources: Sequence[Source], backends: Sequence[Backend], arithmetic: Arithmetic, worlds: Sequence[int]) -> list[Row]:
@@ -54,9 +57,10 @@ def compute(
 ) -> list[F32]:
     """The routed sums [T, H] fp32 of the recorded calls, by `world` workers."""
     numerics, dtype = arithmetic
-    options = {"backend": backend.kernel, "devices": [backend.device] * world, "numerics": numerics, "dtype": dtype, "combine": combine}
-    chunk = max(len(call.x) for call in calls)
-    with herd(checkpoint, world, chunk=chunk, stall_timeout_s=60.0, kill_timeout_s=120.0, **options) as h:
+    options: dict[str, Any] = {"backend": backend.kernel, "devices": [backend.device] * world, "combine": combine}
+    options |= {"numerics": numerics, "dtype": dtype, "chunk": max(len(call.x) for call in calls)}
+    options |= {"card_cache_bytes": SMALL_CACHE_BYTES, "stall_timeout_s": 60.0, "kill_timeout_s": 120.0}
+    with herd(checkpoint, world, **options) as h:
         results: list[F32] = []
         for call in calls:
             x = torch.from_numpy(call.x).to(getattr(torch, dtype))

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from evrun.bench.devices import CACHE
 from evrun.bench.herd import herd
 from evrun.bench.parity.backend import Backend
+from evrun.bench.parity.experts import SMALL_CACHE_BYTES
 from evrun.bench.parity.stated import Arithmetic
 from evrun.bench.report import Row
 from evrun.coordinator.engram_map import cached_token_map
@@ -81,9 +83,11 @@ def _run(
     fed: Sequence[int],
 ) -> list[Step]:  # fmt: skip
     """`tokens` steps; after the prompt `fed` tokens, or the path's own where there are none."""
-    options = {"backend": backend.kernel, "devices": [backend.device] * world, "numerics": arithmetic[0], "dtype": arithmetic[1]}
+    numerics, dtype = arithmetic
+    options: dict[str, Any] = {"backend": backend.kernel, "devices": [backend.device] * world, "numerics": numerics, "dtype": dtype}
+    options |= {"card_cache_bytes": SMALL_CACHE_BYTES, "combine": "exact", "chunk": min(CHUNK, len(prompt))}
     steps: list[Step] = []
-    with herd(checkpoint.directory, world, combine="exact", chunk=min(CHUNK, len(prompt)), **options) as h, torch.inference_mode():
+    with herd(checkpoint.directory, world, **options) as h, torch.inference_mode():
         state = model.new_state(len(prompt) + tokens)
         for start in range(0, len(prompt), CHUNK):
             logits = model.forward(prompt[start : start + CHUNK], state, h.experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ def _measure(checkpoint: Checkpoint, model: Model, work: Work, plan: Plan) -> tu
     with tempfile.TemporaryDirectory(prefix="evrun-step-") as folder:
         options: dict[str, Any] = {"combine": work.combine, "chunk": min(work.chunk, work.prompt_tokens)}
         options |= {"timeline": f"{folder}/{{rank}}", "stall_timeout_s": 60.0, "kill_timeout_s": 120.0}
+        options |= {"pin_budget_bytes": plan.pin_budget, "card_cache_bytes": card_cache(plan)}
         places = {"devices": [seat.device for seat in plan.ranks], "cpus": [list(seat.cpus) for seat in plan.ranks]}
         threads = max(seat.threads for seat in plan.ranks)
         with herd(checkpoint.directory, plan.world, threads=threads, **places, **options) as h, _timed(timeline), torch.inference_mode():
@@ -119,6 +121,12 @@ def _measure(checkpoint: Checkpoint, model: Model, work: Work, plan: Plan) -> tu
             measured = [m for number in range(1, PASSES + 1) for m in _pass(number, model, prompt.tolist(), work, experts, timeline)]
             backend = f"{h.fleet.ranks[0].backend}, {h.fleet.ranks[0].rung}"
         return measured, [read(Path(folder) / str(rank)) for rank in range(plan.world)], backend
+
+
+def card_cache(plan: Plan) -> int:
+    """Bytes of every worker's card cache: what is free (-1), or a share of three quarters where workers share a card."""
+    sharing = Counter(seat.device for seat in plan.ranks if seat.device != "cpu")
+    return min((plan.card_memory[device] * 3 // 4 // count for device, count in sharing.items() if count > 1), default=-1)
 
 
 @contextmanager

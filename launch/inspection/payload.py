@@ -73,7 +73,10 @@ def inspect_payload(
             raise
     seconds = time.monotonic() - started
     for shard in shards:
-        _add(report, found[shard.path.name])
+        payload = found[shard.path.name]
+        if digests is not None and payload.file not in digests:
+            payload.notes.append(f"{shard.path}: the digests do not name it")
+        _add(report, payload)
     for file in sorted(set(digests or ()) - set(found)):
         where = f"{report.directory}/{file}"
         report.add("digest", file, "fail", "no such shard", [f"{where}: the digests name it, the index has no sound shard of this name"])

@@ -10,8 +10,13 @@ import pytest
 
 from evrun.bench.__main__ import main as bench_main
 from evrun.bench.step.phases import PHASES, Pass, RankSpans, exclusive, split
+from evrun.bench.step.run import card_cache
 from evrun.bench.step.trace import trace
 from evrun.expert_worker.timeline import WORKER_PHASES, Part, Span, Timeline, read
+from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
+from evrun.launch.config import RunConfig
+from evrun.launch.devices import Card, Machine
+from evrun.launch.plan import Plan, make_plan
 
 CHECKPOINT = Path(__file__).parents[1] / "golden/minimal/checkpoint"
 MS = 1_000_000
@@ -80,6 +85,18 @@ def test_a_timeline_times_one_object_and_changes_nothing_else(tmp_path: Path) ->
     timeline.write(str(tmp_path / "spans"))
     assert read(tmp_path / "spans") == timeline.spans
     assert read(tmp_path / "nothing") == []
+
+
+def test_workers_that_share_a_card_share_its_memory() -> None:
+    card = Machine((Card(0, "GPU-a", "H", 80, (9, 0)), Card(1, "GPU-b", "H", 80, (9, 0))), "", ((0,), (1,)), "")
+    config = Checkpoint.open(CHECKPOINT).config
+
+    def plan(*workers: str) -> Plan:
+        return make_plan(RunConfig(checkpoint=str(CHECKPOINT), workers=workers), card, config, {})
+
+    assert card_cache(plan("cuda:0", "cuda:1", "cpu")) == -1
+    assert card_cache(plan("cuda:0", "cuda:1", "cuda:0")) == 30
+    assert card_cache(plan("cpu")) == -1
 
 
 def test_a_small_step_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,8 +345,9 @@ def test_digests_are_written_and_compared(ckpt: Path, tmp_path: Path, inspect: I
         "the file is damaged; copy it again"
     ]
     sums.write_text(f"{'0' * 64}  elsewhere.safetensors\n")
-    names, _ = inspect.failing(ckpt, "--digests", str(sums))
-    assert names == ["digest"]
+    report = inspect(ckpt, "--digests", str(sums))
+    assert outcomes(report, "digest") == {"elsewhere.safetensors": "fail"}
+    assert sum("the digests do not name it" in note for c in report["checks"] for note in c["notes"]) == len(wanted)
     sums.write_text("nonsense\n")
     assert cli.main(["inspect", str(ckpt), "--digests", str(sums)]) == 2
 
