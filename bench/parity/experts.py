@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from evrun.bench.herd import herd
+from evrun.bench.parity import stated
 from evrun.bench.parity.activations import Recorded, Source
 from evrun.bench.parity.backend import Backend
 from evrun.bench.parity.difference import F32, Difference, Tally
-from evrun.bench.parity.stated import STATED, Arithmetic
+from evrun.bench.parity.stated import Arithmetic
 from evrun.bench.report import Row
 
 REFERENCE = "torch"
@@ -35,8 +36,8 @@ def compare(sources: Sequence[Source], backends: Sequence[Backend], arithmetic: 
             at += len(group)
             found = tally(group, got, [call.routed for call in group])
             row = _row("recording", source.name, backend, arithmetic, len(group), found)
-            stated = STATED.get((source.data, *arithmetic))
-            rows.append(row if stated is None else row | {"stated": str(stated), "holds": stated.holds(found)})
+            held = stated.of(source.data, arithmetic, backend.device)
+            rows.append(row if held is None else row | {"stated": str(held), "holds": held.holds(found)})
     name = " + ".join(source.name for source in sources)
     for backend in backends:
         mine = results[backend.name]

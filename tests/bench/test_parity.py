@@ -17,7 +17,7 @@ from evrun.bench.__main__ import bench
 from evrun.bench.__main__ import main as bench_main
 from evrun.bench.parity import paths
 from evrun.bench.parity.difference import Difference, Tally
-from evrun.bench.parity.stated import ALL, STATED
+from evrun.bench.parity.stated import ALL, STATED, of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MINIMAL = GOLDEN / "minimal"
@@ -157,7 +157,11 @@ def test_what_is_stated_is_held_to() -> None:
     assert not stated.holds(found(0.025, 0.04))
     assert not stated.holds(found(0.001, 0.04)), "closer than this arithmetic can be: it is another one"
     assert not stated.holds(found(0.0229, 0.2))
-    assert not STATED["bf16", "reference", "bfloat16"].holds(found(1e-9, 1e-9))
+    on_cpu, on_card = (of("bf16", ("reference", "bfloat16"), device) for device in ("cpu", "cuda:GPU-x"))
+    assert on_cpu
+    assert on_card
+    assert (on_cpu.holds(found(1e-9, 1e-9)), on_card.holds(found(1e-4, 0.008)), on_card.holds(found(0.01, 0.008))) == (False, True, False)
+    assert of("dump", ("reference", "bfloat16"), "cpu") is None
 
 
 def test_a_near_tie_is_no_fault() -> None:
