@@ -26,26 +26,28 @@ from evrun.kernels import cuda
 from evrun.launch.export.checkpoint import complete, write_checkpoint
 from evrun.launch.export.geometry import values
 
+EXPERTS = 128
 WARM_UP = 24
 ARENA_THREADS = 4
 SHARED_CACHE_BYTES = 4 << 30
 """Of each worker's card cache where several share a card."""
 
 
-def run(checkpoint: Path | None, workers: list[str], tokens: list[int], calls: int) -> list[Row]:
-    """Rows per number of tokens, residency and rung. `floor_seconds` where a card computes."""
+def run(checkpoint: Path | None, workers: list[str], tokens: list[int], calls: int, only_resident: bool = False) -> list[Row]:
+    """Rows per number of tokens, residency and rung. `floor_seconds` where a card computes. only_resident: of a card's rows,
+    those that stay on it."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="evrun-layer-") as folder:
         where = checkpoint or Path(folder) / "c"
         if checkpoint is None:
-            config = complete(values("full-rows", n_routed_experts=64))
+            config = complete(values("full-rows", n_routed_experts=EXPERTS))
             write_checkpoint(config, where)
         on_cards = any(w != "cpu" for w in workers)
         devices = [f"cuda:{uuid}" for uuid in uuids(workers)] if on_cards else workers
         floors = Floors(workers) if on_cards else None
         sharing = len(set(workers)) < len(workers)
         rows = []
-        caches = (0, -1) if on_cards else (-1,)
+        caches = (0, -1) if on_cards and not only_resident else (-1,)
         for cache in caches:
             for rung in ("registered", "arena") if cache == 0 else ("registered",):
                 options: dict[str, Any] = {"combine": "partial", "devices": devices, "chunk": max(tokens), "card_cache_bytes": cache}
@@ -55,7 +57,7 @@ def run(checkpoint: Path | None, workers: list[str], tokens: list[int], calls: i
                     options["card_cache_bytes"] = SHARED_CACHE_BYTES
                 with herd(where, len(workers), rungs=rungs, threads=threads, **options) as h:
                     for count in tokens:
-                        for rotating in (False, True) if cache else (True,):
+                        for rotating in (False,) if only_resident else (False, True) if cache else (True,):
                             rows.append(_measure(h, count, rotating, calls, workers, cache != 0, floors, rung))
     return rows
 
