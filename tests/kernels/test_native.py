@@ -104,6 +104,35 @@ def test_variants_and_thread_counts_give_the_same_bits(numerics: Numerics, dtype
                     np.testing.assert_array_equal(case.run(backend, combine), first, err_msg=f"{variant}, {threads} threads")
 
 
+@BOTH_NUMERICS
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+@pytest.mark.parametrize("scales", [(117, 123), (0, 254)])
+def test_variants_give_the_same_bits_at_tails_and_extreme_scales(
+    numerics: Numerics, hidden: int, intermediate: int, scales: tuple[int, int]
+) -> None:
+    """Token counts on both sides of every way through a kernel: one, two, a few, a whole batch, more than one holds."""
+    shape = shape_of(numerics, "float32", hidden, intermediate)
+    row = cases.random_row(np.random.default_rng(3), hidden, intermediate, *scales)
+    for tokens in (1, 2, 3, 7, 64, 65, 130):
+        case = cases.random_case(shape, tokens, seed=tokens, experts=1, top_k=1, mine=[0])
+        case.rows = [row]
+        results = {variant: case.run(case.create(variant=variant), "exact") for variant in cases.VARIANTS}
+        for variant, got in results.items():
+            np.testing.assert_array_equal(got, results["scalar"], err_msg=f"{variant}, {tokens} tokens")
+
+
+@VARIANTS
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_largest_value_that_rounds_up_to_the_next_power_of_two(variant: str, tokens: int) -> None:
+    """Its steps are one more than the digits hold; then they are twice as wide."""
+    case = cases.random_case(shape_of("weights-only", "float32"), tokens, experts=1, top_k=1, mine=[0])
+    case.x[:, ::32] = np.nextafter(np.float32(2), np.float32(0))
+    case.x[:, 1::32] = -np.nextafter(np.float32(2), np.float32(0))
+    expected = cases.per_pair(case, cases.double_linear, cases.double_silu)
+    got = case.run(case.create(variant=variant), "exact")
+    assert np.linalg.norm(got - expected) < 1e-6 * np.linalg.norm(expected)
+
+
 @VARIANTS
 @BOTH_NUMERICS
 def test_a_row_does_not_depend_on_the_tokens_and_experts_beside_it(variant: str, numerics: Numerics) -> None:

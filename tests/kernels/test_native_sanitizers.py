@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from evrun.kernels import native
+
 CSRC = Path(__file__).parents[2] / "kernels" / "native" / "csrc"
 MAIN = Path(__file__).parent / "native_sanitize" / "main.cpp"
 FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-ffp-contract=off", "-pthread", f"-I{CSRC}"]
@@ -34,3 +36,5 @@ def test_clean_under(sanitizers: str, tmp_path: Path) -> None:
     done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 wrong" in done.stdout
+    for variant in native.variants():
+        assert f"{variant.name}: {'run' if variant.supported else 'not supported here'}" in done.stdout

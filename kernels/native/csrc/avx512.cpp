@@ -49,8 +49,10 @@ inline float add_lanes(__m256 lanes) {
 
 inline __m128i load_scales(const uint8_t *p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
 inline __m128i load_scales(const uint8_t *first, const uint8_t *second) {
-    const __m128d low = _mm_load_sd(reinterpret_cast<const double *>(first));
-    return _mm_castpd_si128(_mm_loadh_pd(low, reinterpret_cast<const double *>(second)));
+    int64_t low, high;
+    std::memcpy(&low, first, 8);
+    std::memcpy(&high, second, 8);
+    return _mm_set_epi64x(high, low);
 }
 
 // The last blocks of a row, filled up with zeros to `kBlocks`.
@@ -319,7 +321,10 @@ uint64_t read(const uint8_t *start, size_t bytes) {
         c = _mm512_add_epi64(c, load(start + i + 128));
         d = _mm512_add_epi64(d, load(start + i + 192));
     }
-    return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d))));
+    uint64_t parts[8], sum = 0;  // the library's own sum of lanes overflows as a signed number
+    _mm512_storeu_si512(parts, _mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d)));
+    for (uint64_t part : parts) sum += part;
+    return sum;
 }
 
 uint64_t multiply_add(uint64_t steps) {

@@ -20,7 +20,8 @@ class Barrier {
     template <typename Last>
     void meet(const Last &last) {
         const uint64_t round = round_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+        const int threads = threads_;  // read before arriving: then a next run may begin, and set it anew
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             last();
             arrived_.store(0, std::memory_order_relaxed);
             {

@@ -89,6 +89,7 @@ std::vector<uint8_t> run(const Shape &shape, int variant, int threads, bool quan
     const uint8_t *starts[] = {experts[0].w1.data(), experts[0].w2.data()};
     const int64_t sizes[] = {static_cast<int64_t>(experts[0].w1.size), static_cast<int64_t>(experts[0].w2.size)};
     evrun_read(engine, starts, sizes, 2);
+    if (evrun_multiply_add(engine, 10) == 0) std::abort();
     evrun_destroy(engine);
     return out;
 }
@@ -99,7 +100,8 @@ int main() {
     if (evrun_abi() != EVRUN_ABI) return 2;
     // One group; tails; whole blocks; more tokens than are taken at once; extreme scales; enough bytes for several threads.
     const Shape shapes[] = {{32, 32, 1, 118, 124}, {96, 160, 5, 118, 124}, {256, 288, 2, 118, 124}, {288, 96, 19, 118, 124}, {96, 64, 66, 118, 124},
-                            {96, 160, 3, 0, 3},    {96, 160, 2, 240, 254}, {160, 96, 18, 0, 254},   {512, 320, 1, 118, 124}, {512, 320, 4, 118, 124}};
+                            {96, 160, 3, 0, 3},    {96, 160, 2, 240, 254}, {160, 96, 18, 0, 254},   {512, 320, 1, 118, 124}, {512, 320, 4, 118, 124},
+                            {544, 160, 140, 118, 124}};
     int runs = 0, wrong = 0;
     for (const Shape &shape : shapes) {
         std::vector<Expert> experts;
@@ -121,6 +123,8 @@ int main() {
             }
         }
     }
+    for (int variant = 0; variant < evrun_variants(); ++variant)
+        std::printf("%s: %s\n", evrun_variant_name(variant), evrun_variant_supported(variant) ? "run" : "not supported here");
     std::printf("%d runs, %d wrong\n", runs, wrong);
     return wrong != 0;
 }
