@@ -16,6 +16,7 @@ from evrun.kernels.native import library
 
 _TENSORS = {1: "w1", 3: "w3", 2: "w2"}
 _INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 _KEPT_ROWS = 16384
 """Rows whose addresses are remembered: asking numpy for one costs as much as the rest of a call."""
 
@@ -58,7 +59,7 @@ class NativeBackend:
     ) -> None:
         self.name = f"native-{variant}"
         self.shape, self.max_tokens, self.top_k, self.threads = shape, max_tokens, top_k, threads
-        self._library = library.load()
+        self._library, self._hidden = library.load(), shape.hidden
         pinned = (ctypes.c_int32 * threads)(*list(cpus)[:threads]) if cpus is not None else None
         config = library.Config(
             hidden=shape.hidden,
@@ -100,10 +101,10 @@ class NativeBackend:
         if self._engine is None:
             raise ValueError("the backend is closed")
         exact = combine == "exact"
-        tokens, slots, out_rows = len(x), ids.shape[-1], len(out)
+        hidden, tokens, slots, out_rows = self._hidden, len(x), ids.shape[-1], len(out)
+        pairs = (tokens, slots)
         if (
-            (x.shape, ids.shape, weights.shape, out.shape)
-            != ((tokens, self.shape.hidden), (tokens, slots), (tokens, slots), (out_rows if exact else tokens, self.shape.hidden))
+            (x.shape, ids.shape, weights.shape, out.shape) != ((tokens, hidden), pairs, pairs, (out_rows if exact else tokens, hidden))
             or (x.dtype, ids.dtype, weights.dtype, out.dtype) != (self._exact_dtypes if exact else self._partial_dtypes)
             or not (x.flags.c_contiguous and ids.flags.c_contiguous and weights.flags.c_contiguous and out.flags.c_contiguous)
             or len(experts) != len(rows)
@@ -216,9 +217,10 @@ class _Beat:
 
 def _address(values: Any) -> int:
     """Of an array's first element; `ndarray.ctypes` takes several times as long, but works for every array."""
-    if values.flags.writeable and values.size:
-        return ctypes.addressof(ctypes.c_char.from_buffer(values))
-    return int(values.ctypes.data)
+    try:
+        return _addressof(_from_buffer(values))
+    except (TypeError, ValueError):  # read-only, or empty
+        return int(values.ctypes.data)
 
 
 def _check(name: str, values: npt.NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
