@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+from click.testing import CliRunner
 
+from evrun.bench.__main__ import bench
 from evrun.kernels import bench_cpu, native
 from evrun.kernels.api import Row
 
@@ -75,3 +78,10 @@ def test_experts_are_handed_out_in_turn() -> None:
     scales = np.concatenate([getattr(r, s).ravel() for r in packed.rows for s in ("s1", "s3", "s2")])
     assert scales.min() >= bench_cpu.SCALES[0]
     assert scales.max() <= bench_cpu.SCALES[1]
+
+
+@pytest.mark.parametrize("names", ["fast", "native-mmx", "auto,native-scalar", ""])
+def test_a_kernel_that_cannot_be_timed_is_refused(names: str) -> None:
+    done = CliRunner().invoke(bench, ["kernel", "--cpu-kernel", names])
+    assert done.exit_code == 2
+    assert "expected auto or some of native-scalar" in done.output
