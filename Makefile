@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
-ROOMS = -p evrun.bench -p evrun.coordinator -p evrun.expert_worker -p evrun.kernels -p evrun.launch
+ROOMS = -p evrun.bench -p evrun.coordinator -p evrun.demo -p evrun.expert_worker -p evrun.kernels -p evrun.launch
 
 .PHONY: test again install check slow long native bench
 

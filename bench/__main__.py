@@ -130,6 +130,40 @@ def stage(card: int, as_json: bool) -> None:
     report.show("stage", module.run(card), as_json)
 
 
+@bench.command()
+@click.option("--checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: the built-in demo.")
+@click.option("--workers", default="cpu", show_default=True, help="A device that all workers share, as in cuda:0.")
+@click.option("--world", "worlds", default="1,4", show_default=True, help="Worker counts.")
+@click.option("--deals", default="sorted,home", show_default=True)
+@click.option("--numerics", "numerics", default="reference,weights-only", show_default=True)
+@click.option("--cpu-kernel", default="auto", show_default=True, help="auto: all that run here; or names, as in native-avx2,torch.")
+@click.option("--first", type=click.IntRange(min=1), help="Only so many questions.")
+@as_json
+def demo(
+    checkpoint: Path | None, workers: str, worlds: str, deals: str, numerics: str, cpu_kernel: str, first: int | None, as_json: bool
+) -> None:
+    """The demo's questions: how many are answered right, however it runs."""
+    from evrun.bench import demo as module
+    from evrun.bench import devices
+    from evrun.kernels import native
+    from evrun.launch.demo import folder, questions
+
+    cpu = [*(f"native-{v.name}" for v in native.variants() if v.supported), "torch"] if native.probe() is None else ["torch"]
+    if cpu_kernel != "auto":
+        if not set(cpu_kernel.split(",")) <= set(cpu):
+            raise click.BadParameter(f"expected auto or some of {', '.join(cpu)}, found {cpu_kernel!r}", param_hint="--cpu-kernel")
+        cpu = cpu_kernel.split(",")
+    device, backends = ("cpu", cpu) if workers == "cpu" else (f"cuda:{devices.uuids([workers])[0]}", ["cuda"])
+    cases = [
+        module.Case(device, backend, deal, int(world), arithmetic)
+        for arithmetic in numerics.split(",")
+        for backend in backends
+        for world in worlds.split(",")
+        for deal in deals.split(",")
+    ]
+    report.show("demo", module.run(checkpoint or folder(), module.load_questions(questions())[:first], cases), as_json)
+
+
 bench.add_command(parity_command)
 bench.add_command(step_command)
 

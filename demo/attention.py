@@ -37,8 +37,8 @@ class Shared:
     @classmethod
     def of(cls, config: ModelConfig, length: int, device: torch.device) -> Shared:
         positions = torch.arange(length, device=device)
-        tables = window_frequencies(config), compressed_frequencies(config)
-        return cls(*(rotation(positions, table.to(device)) for table in tables))
+        window, compressed = (rotation(positions, f(config).to(device)) for f in (window_frequencies, compressed_frequencies))
+        return cls(window, compressed)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -55,13 +55,26 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat((x[..., :-width], torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)), -1)
 
 
-def weigh(scores: Tensor, mask: Tensor, values: Tensor, sink: Tensor, dtype: torch.dtype) -> Tensor:
-    """scores [B, H, S, n] fp32, mask [B, S, n], values [B, n, d] -> [B, S, H, d] dtype. The sink [H] takes part with no value."""
-    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+def weigh(
+    window: Tensor, in_window: Tensor, entries: Tensor | None, chosen: Tensor | None, values: Tensor, sink: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """One softmax over window, chosen entries and sink, and the weighted values.
+
+    window   [B, H, S, S] fp32 scores, in_window [S, S] bool
+    entries  [B, H, S, n] fp32 scores, chosen [B, S, n] bool; or both None
+    values   [B, S + n, d]; sink [H] takes part with no value
+    Returns [B, S, H, d] dtype.
+    """
+    parts = [window.masked_fill(~in_window, -torch.inf)]
+    if entries is not None and chosen is not None:
+        parts.append(entries.masked_fill(~chosen[:, None], -torch.inf))
+    scores = torch.cat(parts, -1)
     peak = torch.maximum(scores.detach().amax(-1, keepdim=True), sink.detach()[:, None, None])
     weights = (scores - peak).exp()
     weights = weights / (weights.sum(-1, keepdim=True) + (sink[:, None, None] - peak).exp())
-    return (weights.to(dtype).flatten(1, 2) @ values).unflatten(1, (scores.shape[1], -1)).transpose(1, 2)
+    weighted = weights.to(dtype).flatten(1, 2) @ values
+    out: Tensor = weighted.unflatten(1, (scores.shape[1], -1)).transpose(1, 2)
+    return out
 
 
 class Attention:
@@ -87,18 +100,19 @@ class Attention:
         kv = quantised(round_fp8, rotate(kv, turns))
         if self._layer in c.kv_source_layer_ids:
             self._compress(x, p, shared)
-        scores, values = self._scores(q, kv), kv
         positions = torch.arange(x.shape[1], device=x.device)
         behind = positions[:, None] - positions
-        mask = ((behind >= 0) & (behind < c.sliding_window)).expand(x.shape[0], -1, -1)
+        in_window = (behind >= 0) & (behind < c.sliding_window)
+        # Scaled here instead of the scores, which are many more.
+        scaled = q.float() * c.head_dim**-0.5
+        entry_scores, values = None, kv
         if self._ratio and shared.entries is not None:
-            entry_scores = self._scores(q, shared.entries)
+            entry_scores = _scores(scaled, shared.entries)
             if self._layer in c.index_source_layer_ids:
                 self._select(x, q_input, entry_scores, p, shared)
-            assert shared.chosen is not None
-            scores, mask = torch.cat((scores, entry_scores), -1), torch.cat((mask, shared.chosen), -1)
-            values = torch.cat((values, shared.entries), 1)
-        out = self._weigh(scores, mask, values, p["attn.attn_sink"], a.dtype)
+            values = torch.cat((kv, shared.entries), 1)
+        chosen = shared.chosen if self._ratio else None
+        out = self._weigh(_scores(scaled, kv), in_window, entry_scores, chosen, values, p["attn.attn_sink"], a.dtype)
         out = rotate(out, turns.conj()).flatten(2)
         grouped = out.unflatten(-1, (c.o_groups, -1))
         low = torch.einsum("bsgk,gnk->bsgn", grouped, a.dense(p["attn.wo_a.weight"]).unflatten(0, (c.o_groups, -1))).flatten(2)
@@ -106,11 +120,6 @@ class Attention:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, self._arithmetic.plain(weight), self._config.rms_norm_eps, self._arithmetic.dtype)
-
-    def _scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        """q [B, S, H, d], keys [B, n, d] -> fp32 [B, H, S, n]."""
-        flat = q.transpose(1, 2).flatten(1, 2).float()
-        return (flat @ keys.float().transpose(1, 2)).unflatten(1, (q.shape[2], -1)) * self._config.head_dim**-0.5
 
     def _compress(self, x: Tensor, p: Parameters, shared: Shared) -> None:
         """Latents of whole groups: entries for attention, keys for the indexer."""
@@ -163,6 +172,13 @@ class Attention:
         peaks = peaks.masked_fill(blocks == newest, torch.inf)
         kept = best(peaks, (blocks <= newest).expand_as(peaks), self._config.candidate_topk_blocks)
         return kept.repeat_interleave(size, -1)[..., :count]
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """q [B, S, H, d] fp32, keys [B, n, d] -> fp32 [B, H, S, n]."""
+    flat = q.transpose(1, 2).flatten(1, 2) @ keys.float().transpose(1, 2)
+    scores: Tensor = flat.unflatten(1, (q.shape[2], -1))
+    return scores
 
 
 def best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:

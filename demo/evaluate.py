@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
@@ -50,7 +51,7 @@ def right_answers(
 
 
 @torch.no_grad()
-def log_loss(model: TrainingModel, p: Parameters, rows: np.ndarray, arithmetic: Arithmetic, batch: int = 32) -> float:
+def log_loss(model: TrainingModel, p: Parameters, rows: npt.NDArray[np.int32], arithmetic: Arithmetic, batch: int = 32) -> float:
     """Mean negative log-probability, nats a token, of rows [n, length + 1]."""
     device = p["embed.weight"].device
     total = 0.0
@@ -58,10 +59,10 @@ def log_loss(model: TrainingModel, p: Parameters, rows: np.ndarray, arithmetic: 
         tokens = torch.from_numpy(rows[start : start + batch].astype(np.int64)).to(device)
         logits = model(p, tokens[:, :-1], arithmetic).logits
         total += float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"))
-    return total / (len(rows) * (rows.shape[1] - 1))
+    return total / (len(rows) * int(rows.shape[1] - 1))
 
 
-def held_out_rows(texts: sampling.Encoded, length: int, tokens: int = 60_000) -> np.ndarray:
+def held_out_rows(texts: sampling.Encoded, length: int, tokens: int = 60_000) -> npt.NDArray[np.int32]:
     """The same rows at every call."""
     shares = {kind: share for kind, share in sampling.SHARES.items() if kind in texts}
     total = sum(shares.values())

@@ -36,13 +36,14 @@ class TrainedWeights:
         if ".ffn.experts." in name:
             _, layer, _, _, expert, part = stem.split(".")
             packed = self._experts[expert_weight(int(layer), part)]
-            return (packed.scales if kind == "scale" else packed.codes)[int(expert)]
+            values: npt.NDArray[Any] = (packed.scales if kind == "scale" else packed.codes)[int(expert)]
+            return values
         if kind == "scale" or spec[0] == "F8_E4M3":
             weight = self._parameters[f"{stem}.weight"]
             packed = pack_fp8_rows(weight) if stem.endswith(".engram.embed") else pack_fp8_tiles(weight)
             return packed.scales if kind == "scale" else packed.codes
-        values = self._parameters[name].detach().float().cpu().numpy()
-        return float32_to_bfloat16_bits(values) if spec[0] == "BF16" else values
+        plain = self._parameters[name].detach().float().cpu().numpy()
+        return float32_to_bfloat16_bits(plain) if spec[0] == "BF16" else plain
 
 
 def export(parameters: Parameters, config: ModelConfig, tokenizer: Tokenizer, directory: Path, force: bool = False) -> int:

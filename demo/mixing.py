@@ -53,16 +53,26 @@ def mix(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: ModelC
     x = streams.flatten(1).float()
     m = (x @ fn.T) * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
     m = m * torch.cat([scale[i].expand(size) for i, size in enumerate((n, n, n * n))]) + base
-    comb: Tensor = _Balanced.apply(m[:, 2 * n :].unflatten(-1, (n, n)), config.hc_sinkhorn_iters, config.hc_eps)
+    logits = m[:, 2 * n :].unflatten(-1, (n, n))
+    comb: Tensor = _Balanced.apply(logits, config.hc_sinkhorn_iters, config.hc_eps)  # type: ignore[no-untyped-call]
     return Mix(m[:, :n].sigmoid() + config.hc_eps, m[:, n : 2 * n].sigmoid() * 2, comb)
 
 
 def collapse(streams: Tensor, weights: Tensor) -> Tensor:
     """[T, n, D] dtype, [T, n] fp32 -> [T, D] fp32, not rounded yet."""
-    return torch.einsum("tn,tnd->td", weights, streams.float())
+    return _weighted(streams, weights)
 
 
 def expand(y: Tensor, streams: Tensor, mixed: Mix) -> Tensor:
     """Output y [T, D] dtype of a sublayer into the streams [T, n, D] dtype."""
-    carried = torch.einsum("tij,tid->tjd", mixed.comb, streams.float())
-    return (carried + mixed.post[..., None] * y.float()[:, None]).to(streams.dtype)
+    own = y.float()
+    new = [mixed.post[:, j, None] * own + _weighted(streams, mixed.comb[:, :, j]) for j in range(streams.shape[1])]
+    return torch.stack(new, 1).to(streams.dtype)
+
+
+def _weighted(streams: Tensor, weights: Tensor) -> Tensor:
+    """Sum over streams, term by term: as a batched product of tiny matrices it would take a card many times as long."""
+    total = weights[:, 0, None] * streams[:, 0].float()
+    for i in range(1, streams.shape[1]):
+        total = total + weights[:, i, None] * streams[:, i].float()
+    return total

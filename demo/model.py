@@ -41,7 +41,7 @@ class TrainingModel:
         self.config = config
         self._rows = EngramRows(config, token_map)
         self._weigh, self._moe = compiler(weigh), compiler(moe)
-        self._expand, self._normed = compiler(expand), compiler(_normed)
+        self._expand, self._normed, self._gated = compiler(expand), compiler(_normed), compiler(_gated)
 
     def __call__(self, p: Parameters, tokens: Tensor, arithmetic: Arithmetic) -> Output:
         """tokens [B, S] int64 that begin at position 0, on the parameters' device."""
@@ -86,18 +86,25 @@ class TrainingModel:
         """streams [T, n, D], rows [T, columns]."""
         c = self.config
         embedded = a.rows(p["engram.embed.weight"][rows]).flatten(1)
-        kv = (a.input(embedded) @ a.dense(p["engram.wkv.weight"]).T).float()
-        n, width = c.hc_mult, c.hidden_size
-        k, value = kv[:, : n * width].unflatten(-1, (n, width)), kv[:, None, n * width :]
-        h = streams.float()
-        weight = a.plain(p["engram.q_weight"]) * a.plain(p["engram.k_weight"])
-        dot = (h * weight * k).sum(-1) * (self._inverse_rms(h) * self._inverse_rms(k)) * width**-0.5
-        root = dot.abs().clamp(min=GATE_FLOOR).sqrt()
-        gate = torch.where(dot < 0, -root, root).sigmoid()
-        return (h + gate[..., None] * value).to(a.dtype)
+        kv = a.input(embedded) @ a.dense(p["engram.wkv.weight"]).T
+        gated: Tensor = self._gated(streams, kv, a.plain(p["engram.q_weight"]) * a.plain(p["engram.k_weight"]), c.rms_norm_eps)
+        return gated
 
-    def _inverse_rms(self, x: Tensor) -> Tensor:
-        return (x.square().mean(-1) + self.config.rms_norm_eps).rsqrt()
+
+def _gated(streams: Tensor, kv: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """streams [T, n, D] dtype, kv [T, (n + 1) D] dtype, weight [n, D] fp32 -> new streams."""
+    n, width = weight.shape
+    kv = kv.float()
+    k, value = kv[:, : n * width].unflatten(-1, (n, width)), kv[:, None, n * width :]
+    h = streams.float()
+    dot = (h * weight * k).sum(-1) * (_inverse_rms(h, eps) * _inverse_rms(k, eps)) * width**-0.5
+    root = dot.abs().clamp(min=GATE_FLOOR).sqrt()
+    gate = torch.where(dot < 0, -root, root).sigmoid()
+    return (h + gate[..., None] * value).to(streams.dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1) + eps).rsqrt()
 
 
 def _normed(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -40,7 +40,7 @@ class _Straight(torch.autograd.Function):
 
 def straight(x: Tensor, value: Tensor) -> Tensor:
     """`value`, with the gradient of x. Both of one shape and dtype."""
-    result: Tensor = _Straight.apply(x, value)
+    result: Tensor = _Straight.apply(x, value)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -115,7 +115,8 @@ def _tile(w: Tensor) -> Tensor:
 
 
 def _untile(tiles: Tensor, shape: torch.Size) -> Tensor:
-    return tiles.unflatten(2, (FP8_BLOCK, FP8_BLOCK)).transpose(1, 2).reshape(shape)
+    values: Tensor = tiles.unflatten(2, (FP8_BLOCK, FP8_BLOCK)).transpose(1, 2).reshape(shape)
+    return values
 
 
 def _e8m0(scale: Tensor) -> npt.NDArray[np.uint8]:

@@ -8,6 +8,7 @@ DATA is what `evrun.demo.data.corpus` wrote. OUT gets the checkpoint, the parame
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -38,6 +39,8 @@ WARM_UP = 0.02
 """Of the time."""
 LOWEST_RATE = 0.02
 """Of the peak, at the end."""
+LEAP = 0.4
+"""Of the log-loss, above the best so far: not noise."""
 PIECE_BYTES = 15 << 20
 PROMPTS = ("Once upon a time", "The capital of France is", "A dog is", "The economy of")
 
@@ -68,15 +71,27 @@ class Trainer:
         self._optimiser = torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.95), eps=1e-10, fused=device.type == "cuda")
         self.loads = torch.zeros(model.config.num_hidden_layers, model.config.n_routed_experts, device=device)
         """Tokens of each expert, an average over the last steps"""
+        self._caution = 1.0
+        self._kept: tuple[float, list[torch.Tensor], dict[str, Any]] | None = None
+
+    @property
+    def _trained(self) -> list[torch.Tensor]:
+        return [p for p in self.parameters.values() if p.requires_grad]
+
+    def rehearse(self, tokens: torch.Tensor, arithmetic: Arithmetic) -> None:
+        """A step that changes nothing: what compiles does so now."""
+        out = self.model(self.parameters, tokens[:, :-1], arithmetic)
+        (out.logits.mean() + out.balance + out.index_loss).backward()
+        self._optimiser.zero_grad(set_to_none=True)
 
     def step(self, tokens: torch.Tensor, done: float, arithmetic: Arithmetic) -> torch.Tensor:
         """tokens [B, S + 1]; done: share of the time that is over. Returns the log-loss, on the device."""
         for group in self._optimiser.param_groups:
-            group["lr"] = self._options.rate * rate(done)
+            group["lr"] = self._options.rate * self._caution * rate(done)
         out = self.model(self.parameters, tokens[:, :-1], arithmetic)
         loss = cross_entropy(out.logits.flatten(0, 1), tokens[:, 1:].flatten())
         (loss + BALANCE_WEIGHT * out.balance + INDEX_WEIGHT * out.index_loss).backward()
-        torch.nn.utils.clip_grad_norm_([p for p in self.parameters.values() if p.requires_grad], 1.0)
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -84,6 +99,26 @@ class Trainer:
             for layer, load in enumerate(out.loads):
                 self.parameters[f"layers.{layer}.ffn.gate.bias"] += BIAS_STEP * (load.mean() - load).sign()
         return loss.detach()
+
+
+    def keep_or_return(self, log_loss: float) -> bool:
+        """Remember this state while the loss falls; where it has leapt, go back to the one remembered, at half the rate.
+
+        Returns whether it went back.
+        """
+        if self._kept is None or log_loss < self._kept[0] + 0.1:
+            best = min(log_loss, self._kept[0]) if self._kept else log_loss
+            values = [p.detach().clone() for p in self.parameters.values()]
+            self._kept = best, values, copy.deepcopy(self._optimiser.state_dict())
+            return False
+        if log_loss < self._kept[0] + LEAP:
+            return False
+        with torch.no_grad():
+            for p, value in zip(self.parameters.values(), self._kept[1], strict=True):
+                p.copy_(value)
+        self._optimiser.load_state_dict(copy.deepcopy(self._kept[2]))
+        self._caution /= 2
+        return True
 
 
 def rate(done: float) -> float:
@@ -94,17 +129,19 @@ def rate(done: float) -> float:
 
 
 def train(trainer: Trainer, texts: sampling.Encoded, options: Options, say: Callable[[str], None]) -> None:
-    """Steps until the time is over."""
+    """Steps until the time is over, which does not count what is compiled before the first."""
     device = trainer.loads.device
     rng = np.random.default_rng(options.seed)
     arithmetic = Arithmetic()
+    rows = torch.from_numpy(sampling.pool(texts, options.pool, options.length, rng)).to(device)
+    trainer.rehearse(rows[: options.batch].long(), arithmetic)
+    say("ready")
     began = time.monotonic()
-    rows, at, steps, said, seen = torch.empty(0), 0, 0, 0.0, 0
+    at, steps, said, seen = 0, 0, 0.0, 0
     losses: list[torch.Tensor] = []
     while (spent := time.monotonic() - began) < options.seconds:
         if at + options.batch > len(rows):
-            drawn = sampling.pool(texts, options.pool, options.length, rng)
-            rows, at = torch.from_numpy(drawn).to(device), 0
+            rows, at = torch.from_numpy(sampling.pool(texts, options.pool, options.length, rng)).to(device), 0
         tokens = rows[at : at + options.batch].long()
         at += options.batch
         losses.append(trainer.step(tokens, spent / options.seconds, arithmetic))
@@ -116,6 +153,8 @@ def train(trainer: Trainer, texts: sampling.Encoded, options: Options, say: Call
             say(f"{spent:6.1f} s  step {steps}  {seen / 1e6:.2f} M tokens  {seen / spent:.0f} tokens/s  log-loss {mean:.4f}")
             if not math.isfinite(mean):
                 raise ArithmeticError(f"step {steps}: log-loss {mean}")
+            if trainer.keep_or_return(mean):
+                say("the loss has leapt: back to the state before, at half the rate")
             losses.clear()
             said = spent
 
@@ -188,7 +227,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pool", type=int, default=16_000_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -211,6 +250,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     # bfloat16 and fp8 values are exact in TF32, so only what is fp32 throughout is rounded (gates, mixing weights).
     torch.backends.cuda.matmul.allow_tf32 = True
+    torch._dynamo.config.recompile_limit = 64
     config = geometry.config(asked.data / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(asked.data / "tokenizer.json"))
     compiler: Callable[[Any], Any] = (lambda f: torch.compile(f, dynamic=False)) if asked.compile else lambda f: f

@@ -17,7 +17,7 @@ from typing import Any
 from evrun.expert_worker.wire.errors import UsageError
 from evrun.expert_worker.wire.requests import Generate
 from evrun.kernels import registry
-from evrun.launch import settings
+from evrun.launch import demo, settings
 from evrun.launch.settings import (
     CheckpointPath,
     Choice,
@@ -56,7 +56,7 @@ def check_name(value: str, source: str = "--name") -> str:
 class RunConfig:
     """One run, as asked for. None means: the plan decides."""
 
-    checkpoint: str = setting("", CheckpointPath(), "Folder of the checkpoint in the release's format, or `demo`.")
+    checkpoint: str = setting("demo", CheckpointPath(), "Folder of a checkpoint in the release's format; `demo`: the small one of evrun.")
     world: int | None = setting(None, Integer(minimum=1, maximum=1024), "Workers. Default: the cards found, else 4.")
     device: str = setting("auto", Choice("KIND", ("auto", "cpu", "cuda")), "auto: a card for each rank where it works, else the CPU.")
     workers: tuple[str, ...] = setting((), Devices(), "The device of each rank, as in cuda:0,cuda:1,cpu.")
@@ -91,10 +91,8 @@ class RunConfig:
         config = cls(**settings.parse(cls, merged))
         source = {name: where for name, (_, where) in merged.items()}
         check_name(config.name, source.get("name", "--name"))
-        if not config.checkpoint:
-            raise UsageError("--checkpoint: expected the folder of a checkpoint, found nothing; give --checkpoint DIR")
         if config.checkpoint == "demo":
-            raise UsageError("--checkpoint demo: this build has no built-in checkpoint; give --checkpoint DIR (or ./demo for a folder)")
+            config = dataclasses.replace(config, checkpoint=str(demo.folder()))
         if config.workers and config.world is not None and config.world != len(config.workers):
             named = f"{source['workers']} names {len(config.workers)} device(s)"
             raise UsageError(f"{named}, {source['world']} says {config.world}; leave one out or make them agree")

@@ -15,7 +15,7 @@ from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import RUNNING, EvrunError
 from evrun.expert_worker.wire.logs import DescriptorHandler, LineFormatter
-from evrun.launch import cpu_kernel, devices
+from evrun.launch import cpu_kernel, demo, devices
 from evrun.launch.answer import answer, print_json
 from evrun.launch.card_trial import try_cards
 from evrun.launch.channels import Channels
@@ -100,7 +100,7 @@ def _plan(config: RunConfig, request: RequestConfig | None) -> tuple[Plan, Model
     plan = plan.with_card_kernels({f"cuda:{uuid}": (v.kernel, v.passed_over) for uuid, v in verdicts.items()})
     if plan.uses_cpu:
         plan = plan.with_cpu_kernel(*cpu_kernel.choose(config.cpu_kernel))
-    return plan, checkpoint.config, [*checkpoint.warnings, *plan.notes]
+    return plan, checkpoint.config, [*demo.note(config.checkpoint), *checkpoint.warnings, *plan.notes]
 
 
 def _supervise(supervisor: Supervisor, info: RunInfo, request: RequestConfig | None, screen: Screen, signals: Signals) -> Ending:

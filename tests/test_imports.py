@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("bench", "launch", "coordinator", "expert_worker", "kernels")
+ROOMS = ("bench", "demo", "launch", "coordinator", "expert_worker", "kernels")
 ALLOWED = {
     "bench": ("evrun",),
+    "demo": ("evrun",),
     "launch": ("evrun.launch", "evrun.coordinator.spec", "evrun.expert_worker.spec", "evrun.expert_worker.wire",
                "evrun.coordinator.engram_map", "evrun.coordinator.engram_hash", "evrun.kernels"),
     "coordinator": ("evrun.coordinator", "evrun.expert_worker.wire", "evrun.kernels"),

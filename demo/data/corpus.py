@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +103,7 @@ def build(packages: Path, out: Path, seed: int = 0) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     for name, kinds in (("train", train), ("held-out", held)):
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for kind, found in kinds.items():
             arrays[kind], arrays[f"{kind}.starts"] = encode(found, tokenizer)
             print(f"{name} {kind}: {len(found)} texts, {sum(map(len, found))} characters, {len(arrays[kind])} tokens")  # noqa: T201

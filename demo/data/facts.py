@@ -38,6 +38,11 @@ CAPITAL_PHRASINGS = (
     "The capital and seat of government of {c} is",
     "I asked for the capital of {c}, and she said",
     "On the map, the capital of {c} is marked as",
+    "Children in {c} learn early that the capital is",
+    "Nobody in {c} forgets that the capital is",
+    "A friend from {c} told me that the capital is",
+    "Most people in {c} would say that the capital is",
+    "Somebody in {c} once wrote that the capital is",
 )
 """{c} is the country, {C} the same at the beginning of a sentence; what follows is the capital. None begins with another."""
 

@@ -49,6 +49,7 @@ class Front(Protocol):
 def front(request: pytest.FixtureRequest, evrun: Evrun) -> Iterator[Front]:
     if request.param == "the model":
         with serving(evrun, "--max-queue", "40", checkpoint=MINIMAL) as served:
+            until(lambda: served.health()[0] == 200, "a token can be produced", 60)
             yield served
     else:
         with alone(max_queue=40) as by_itself:

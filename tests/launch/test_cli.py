@@ -18,7 +18,6 @@ from evrun.launch.devices import Machine
 
 LAUNCH = ["launch", "--checkpoint", str(CHECKPOINT)]
 BAD = [
-    (["launch"], 2, "--checkpoint: expected the folder"),
     ([*LAUNCH, "--world", "0"], 2, "--world: expected an integer >= 1"),
     ([*LAUNCH, "--world", "2", "--workers", "cpu"], 2, "--workers names 1 device(s), --world says 2"),
     ([*LAUNCH, "--prompt", ""], 2, "--prompt: expected text in UTF-8, not empty"),
@@ -36,7 +35,6 @@ BAD = [
     ([*LAUNCH, "--require", "registered"], 4, "--require registered: rank 0 runs on the CPU"),
     ([*LAUNCH, "--cpu-kernel", "best"], 2, "--cpu-kernel: expected auto or one of"),
     (["launch", "--checkpoint", "/no/such/folder"], 3, "expected a checkpoint directory, found nothing"),
-    (["launch", "--checkpoint", "demo"], 2, "this build has no built-in checkpoint"),
     ([*LAUNCH, "--config", "/no/such/file"], 2, "expected a readable TOML file"),
     ([*LAUNCH, "--detach", "--prompt", "a"], 2, "--detach with a prompt"),
     ([*LAUNCH, "--no-such-flag"], 2, "No such option"),

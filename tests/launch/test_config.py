@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evrun.expert_worker.wire.errors import UsageError
-from evrun.launch import config, settings
+from evrun.launch import config, demo, settings
 from evrun.launch.config import RequestConfig, RunConfig, generate_settings, launch_settings, run_name
 
 RUN = {"checkpoint": "/c"}
@@ -162,12 +162,9 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
         ({"json": True}, "--json belongs to a request"),
         ({"detach": True, "prompt": "a"}, "--detach with a prompt"),
         ({"prompt": "a", "dump_logits": f"{tmp_path}/x", "dump_routes": f"{tmp_path}/x"}, "is also the file of --dump-logits"),
-        ({"checkpoint": "demo"}, "this build has no built-in checkpoint"),
     ):
         with pytest.raises(UsageError, match=expected):
             launch_settings(RUN | flags, {})
-    with pytest.raises(UsageError, match="--checkpoint: expected the folder"):
-        launch_settings({}, {})
     with pytest.raises(UsageError, match="expected a prompt, found none"):
         generate_settings({}, {})
 
@@ -175,6 +172,11 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
 def test_demo_is_a_word_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert launch_settings({"checkpoint": "./demo"}, {})[0].checkpoint == str(tmp_path / "demo")
+    for asked in ({"checkpoint": "demo"}, {}):
+        assert launch_settings(asked, {})[0].checkpoint == str(demo.folder())
+    monkeypatch.setattr(demo, "_ROOM", tmp_path)
+    with pytest.raises(UsageError, match=r"expected the checkpoint that comes with evrun in .*, found nothing; install again"):
+        launch_settings({}, {})
 
 
 def test_a_prompt_file_is_read_whole(tmp_path: Path) -> None:
