@@ -47,11 +47,13 @@ class Narrator:
 
 
 def answer(
-    info: RunInfo, config: RequestConfig, screen: Screen, said: list[str], cancel_fd: int = -1, why_lost: Callable[[], str] = str
-) -> Result:
+    info: RunInfo, config: RequestConfig, screen: Screen, said: list[str], cancel_fd: int = -1, why_lost: Callable[[], str] = str,
+    may_print: Callable[[], bool] = lambda: True,
+) -> Result:  # fmt: skip
     """Send the request, show the answer as asked for, and give the result; its error line is the caller's to print.
 
-    said  lines of the build report that were shown already
+    said       lines of the build report that were shown already
+    may_print  asked once, right before the JSON object is printed: another thread may have printed one
     Raises what `client.request` raises, BrokenPipeError when nobody reads stdout.
     """
     workers = _workers(info, [])
@@ -64,7 +66,9 @@ def answer(
     if config.json:
         refused = result.error is not None and result.started is None and result.exit_code != RUNNING
         if not refused:
-            print_json(result, info, _workers(info, workers), config)
+            workers = _workers(info, workers)
+            if may_print():
+                print_json(result, info, workers, config)
     elif result.text:
         write_out("\n")
     if result.finished is not None and result.error is None:

@@ -125,6 +125,8 @@ class Asker:
         self._thread = threading.Thread(target=self._ask, name="request", daemon=True)
         self._cancel_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._result: Result | None = None
+        self._object = threading.Lock()
+        """Held by whoever prints the JSON object: there is one."""
 
     def start(self) -> None:
         self._thread.start()
@@ -137,9 +139,10 @@ class Asker:
 
     def verdict(self, ending: Ending) -> Ending:
         """The launch's end: the request's result, unless something else ended the run before there was one."""
-        if self._result is None and ending.error is not None and ending.exit_code == RUNNING and self._request.json:
+        failed = self._result is None and ending.error is not None and ending.exit_code == RUNNING
+        if failed and self._request.json and self._may_print():
             result = Result()
-            result.fail(ending.exit_code, ending.error)
+            result.fail(ending.exit_code, ending.error or "")
             print_json(result, self._info, [], self._request)
         if self._result is None or ending.by_signal:
             return ending
@@ -147,7 +150,9 @@ class Asker:
 
     def _ask(self) -> None:
         try:
-            self._result = answer(self._info, self._request, self._screen, self._supervisor.report, self._cancel_fd, self._why_lost)
+            self._result = answer(
+                self._info, self._request, self._screen, self._supervisor.report, self._cancel_fd, self._why_lost, self._may_print
+            )
         except CancelledError:
             return
         except BrokenPipeError:
@@ -165,6 +170,9 @@ class Asker:
     def _end(self, ending: Ending) -> None:
         self._supervisor.end(ending)
         self._signals.wake()
+
+    def _may_print(self) -> bool:
+        return self._object.acquire(blocking=False)
 
     def _why_lost(self) -> str:
         self._supervisor.ended.wait(LOST_WITHIN_S)
