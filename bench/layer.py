@@ -68,7 +68,7 @@ class Floors:
     def __init__(self, workers: list[str]) -> None:
         cards = sorted({int(w.partition(":")[2]) for w in workers})
         self._sharing = {i: workers.count(f"cuda:{i}") for i in cards}
-        rates = [float(row["gb_per_s"] or 0) * 1e9 for row in link.run(cards, ("registered",))]
+        rates = [float(row["gb_per_s"] or 0) * 1e9 for row in link.run(cards, ("registered",), EXPERTS)]
         self.link_bytes_s = rates[-1]
         """All cards together."""
         self._copy_bytes_s = stage.copy_rate(cards[0], ARENA_THREADS)

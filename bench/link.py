@@ -22,13 +22,14 @@ ROUNDS = 12
 class Source:
     """Rows on the host and room for them on one card."""
 
-    def __init__(self, uuid: str, kind: str, path: str) -> None:
+    def __init__(self, uuid: str, kind: str, path: str, count: int) -> None:
         self.device = Device(uuid)
         self.stream = self.device.stream()
+        self._count = count
         self._held: PinnedMemory | Registration
-        self.to = self.device.allocate(ROW_BYTES * ROWS)
+        self.to = self.device.allocate(ROW_BYTES * count)
         if kind == "pinned":
-            pinned = self.device.pinned(ROW_BYTES * ROWS)
+            pinned = self.device.pinned(ROW_BYTES * count)
             pinned.array[:] = 1
             self.address, self._held = pinned.address, pinned
         else:
@@ -48,27 +49,27 @@ class Source:
         """Seconds for every row once."""
         self.device.use()
         started = time.perf_counter()
-        for row in range(ROWS):
+        for row in range(self._count):
             self.device.copy_in(self.to.address + row * ROW_BYTES, self.address + row * ROW_BYTES, ROW_BYTES, self.stream)
         self.stream.synchronize()
         return time.perf_counter() - started
 
 
-def run(cards: list[int], kinds: Sequence[str] = ("pinned", "registered")) -> list[Row]:
+def run(cards: list[int], kinds: Sequence[str] = ("pinned", "registered"), count: int = ROWS) -> list[Row]:
     """Rows: each card alone, then all together; `gb_per_s` of the whole. Raises DeviceError, UnavailableError."""
     uuids = device_uuids()
     rows: list[Row] = []
     with tempfile.NamedTemporaryFile(prefix="evrun-link-") as file:
-        file.write(os.urandom(1 << 20) * (ROW_BYTES * ROWS // (1 << 20) + 1))
+        file.write(os.urandom(1 << 20) * (ROW_BYTES * count // (1 << 20) + 1))
         file.flush()
         for kind in kinds:
-            sources = [Source(uuids[card], kind, file.name) for card in cards]
+            sources = [Source(uuids[card], kind, file.name, count) for card in cards]
             for card, source in zip(cards, sources, strict=True):
                 seconds = [source.copy_all() for _ in range(ROUNDS)][2:]
-                rows.append(timed(seconds, source=kind, cards=str(card), bytes=ROW_BYTES * ROWS))
+                rows.append(timed(seconds, source=kind, cards=str(card), bytes=ROW_BYTES * count))
             if len(sources) > 1:
                 seconds = [_together([s.copy_all for s in sources]) for _ in range(ROUNDS)][2:]
-                rows.append(timed(seconds, source=kind, cards=",".join(map(str, cards)), bytes=ROW_BYTES * ROWS * len(sources)))
+                rows.append(timed(seconds, source=kind, cards=",".join(map(str, cards)), bytes=ROW_BYTES * count * len(sources)))
             for source in sources:
                 source.close()
     return rows

@@ -198,7 +198,9 @@ def make_plan(
     world = len(config.workers) or config.world or len(machine.cards) or DEFAULT_WORLD
     max_context = context_limit(config.max_context, model)
     placed = [device_for_rank(rank, config, machine.cards, machine.no_card, unfit or {}) for rank in range(world)]
-    shares, shared_note = divide_cores(machine.cores, world + 1)
+    on_cards = sum(device != "cpu" for device, _ in placed)
+    own = coordinator_cores(len(machine.cores), on_cards == world)
+    shares, shared_note = divide_cores(machine.cores, world, own)
     ranks = tuple(_seat(device, cause, share) for (device, cause), share in zip(placed, shares[1:], strict=True))
     for rank, seat in enumerate(ranks):
         if config.require is not None and seat.device == "cpu" and falls_short(CPU_RUNG, config.require):
@@ -210,7 +212,6 @@ def make_plan(
     notes.append(describe_deadlines(config))
     notes.append(f"cores: {machine.cores_note}; {describe_shares(shares)}{shared_note}")
     memory = {f"cuda:{card.uuid}": card.memory_bytes for card in machine.cards}
-    on_cards = sum(seat.device != "cpu" for seat in ranks)
     pin_budget = config.pin_budget if config.pin_budget is not None else machine.memory_bytes // 2 // max(1, on_cards)
     if on_cards:
         notes.append(f"pin budget: {pin_budget / 2**30:.1f} GiB of shards per card worker; {machine.memory_note}")
@@ -296,20 +297,30 @@ def falls_short(rung: str, required: str) -> bool:
     return rung not in RUNGS or RUNGS.index(rung) > RUNGS.index(required)
 
 
-def divide_cores(cores: Sequence[tuple[int, ...]], processes: int) -> tuple[list[list[tuple[int, ...]]], str]:
-    """(cores of each process, a remark): equal shares, what is left over one each from the first process on.
+def divide_cores(cores: Sequence[tuple[int, ...]], world: int, own: int) -> tuple[list[list[tuple[int, ...]]], str]:
+    """(cores of the coordinator and of each rank, a remark).
 
-    With fewer cores than processes each gets one, in turn, so that no process has more threads than cores.
+    own  cores of the coordinator. The sums of its dense tree depend on the number of its threads, so this must not depend on
+         the world: else no two worlds would print the same bytes
+    The ranks get equal shares of the rest, what is left over one each from the first on. With fewer cores than ranks each
+    gets one, in turn, so that no process has more threads than cores.
     """
-    if len(cores) < processes:
-        return [[cores[i % len(cores)]] for i in range(processes)], f"; {processes} processes share {len(cores)} core(s)"
-    each, rest = divmod(len(cores), processes)
-    shares, start = [], 0
-    for i in range(processes):
-        end = start + each + (i < rest)
+    rest = cores[own:]
+    if len(rest) < world:
+        ranks = [[cores[(i + 1) % len(cores)]] for i in range(world)]
+        return [list(cores[:own]), *ranks], f"; {world + 1} processes share {len(cores)} core(s)"
+    each, left = divmod(len(rest), world)
+    shares, start = [list(cores[:own])], own
+    for i in range(world):
+        end = start + each + (i < left)
         shares.append(list(cores[start:end]))
         start = end
     return shares, ""
+
+
+def coordinator_cores(cores: int, on_cards: bool) -> int:
+    """How many of the cores the dense tree gets, whatever the world: half where cards compute the experts, else a quarter."""
+    return max(1, cores // (2 if on_cards else 4))
 
 
 def describe_shares(shares: Sequence[Sequence[tuple[int, ...]]]) -> str:

@@ -155,7 +155,7 @@ class CardLane:
     ) -> int:  # fmt: skip
         """As CpuLane.compute. Raises RunError when the card fails: the process ends and is started again."""
         try:
-            slots = self._ladder.resident(layer, experts) if self._one and len(x) == 1 else None
+            slots = self._ladder.resident(layer, experts) if self._one and len(x) == 1 and len(experts) <= self._kernel.top_k else None
             if slots is not None:
                 rows = self._resident(experts, slots, x, ids, weights, out)
             else:

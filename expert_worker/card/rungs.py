@@ -24,7 +24,7 @@ from evrun.kernels.cuda.driver import REGISTER_PORTABLE, REGISTER_READ_ONLY, Dev
 from evrun.kernels.cuda.errors import DeviceError
 
 PIECE_BYTES = 2 << 20
-PIECES = 16
+PIECES = 32
 POPULATE_BYTES = 256 << 20
 _MADV_POPULATE_READ = 22
 log = logging.getLogger("rungs")
@@ -159,7 +159,7 @@ class Arena:
         self._next = 0
         self._filling: deque[tuple[int, int, int, Future[None]]] = deque()
         """Pieces on their way into pinned memory, oldest first: (piece, address on the card, bytes, when it is filled)."""
-        self._threads = max(1, min(threads, PIECES // 2))
+        self._threads = max(1, min(threads, PIECES // 4))
         self._pool = ThreadPoolExecutor(self._threads)
 
     def copy(self, what: Copy, to: int, stream: Stream) -> None:
@@ -169,7 +169,7 @@ class Arena:
         """
         source = self._checkpoint.mapping(what.shard)[what.offset : what.offset + what.size_bytes]
         for start in range(0, what.size_bytes, PIECE_BYTES):
-            if len(self._filling) == self._threads:
+            if len(self._filling) == 2 * self._threads:  # one is being filled and one waits, so that no thread ever does
                 self._issue(stream)
             piece, self._next = self._next, (self._next + 1) % PIECES
             if self._used[piece]:

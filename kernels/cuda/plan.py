@@ -22,9 +22,10 @@ RESERVED_BYTES = 1024
 RING_LIMIT = 8
 CUTS = ((16, 2), (16, 1), (8, 2), (8, 1), (4, 1))
 """(warps, steps) of the single-token kernel, the best first."""
-FEW_EXPERTS = 2
-WARPS_FOR_FEW = {1: (20, 16), 3: (16,)}
-"""By planes. What a rank of four has of one token leaves room for more warps."""
+FEW_EXPERTS = {1: (16,), 2: (20, 16)}
+"""Experts of cuts of their own, and the warps of these, the best first: what a rank of four has of one token."""
+MOST_WARPS = {1: 20, 3: 16}
+"""By planes: more would not leave a thread enough registers."""
 CACHE_ALIGNMENT = 16
 
 
@@ -100,8 +101,11 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[Sing
         for warps, steps in CUTS:
             widest = _single_token(shape, limits, warps, steps, experts)
             if widest.ring >= 2:
-                few = [_single_token(shape, limits, w, steps, FEW_EXPERTS) for w in WARPS_FOR_FEW[planes(shape)]] if experts > FEW_EXPERTS else []
-                return (*[plan for plan in few if plan.ring >= 2][:1], widest)
+                few = []
+                for count, choices in FEW_EXPERTS.items():
+                    cuts = [_single_token(shape, limits, w, steps, count) for w in choices if w <= MOST_WARPS[planes(shape)]]
+                    few += [plan for plan in cuts if plan.ring >= 2 and count < experts][:1]
+                return (*few, widest)
     return ()
 
 

@@ -16,7 +16,18 @@ from evrun.expert_worker.wire.checkpoint.config import ModelConfig, load_config
 from evrun.expert_worker.wire.errors import DeviceError, UsageError
 from evrun.launch.config import RUNGS, RequestConfig, RunConfig
 from evrun.launch.devices import Card, Machine
-from evrun.launch.plan import Plan, Wiring, cards_wanted, check_request, context_limit, divide_cores, falls_short, faults_for, make_plan
+from evrun.launch.plan import (
+    Plan,
+    Wiring,
+    cards_wanted,
+    check_request,
+    context_limit,
+    coordinator_cores,
+    divide_cores,
+    falls_short,
+    faults_for,
+    make_plan,
+)
 
 MODEL: ModelConfig = load_config(CHECKPOINT)
 CARDS = tuple(Card(i, f"GPU-{i}", "H", 1 << 30, (9, 0)) for i in range(2))
@@ -116,27 +127,30 @@ def test_rungs_are_a_ladder() -> None:
     assert falls_short("", "in-place")
 
 
-@given(cores=st.integers(1, 70), processes=st.integers(1, 40))
-def test_cores_are_divided_and_never_oversubscribed(cores: int, processes: int) -> None:
-    shares, remark = divide_cores([(2 * c, 2 * c + 1) for c in range(cores)], processes)
-    assert len(shares) == processes
+@given(cores=st.integers(1, 70), world=st.integers(1, 40), on_cards=st.booleans())
+def test_cores_are_divided_and_never_oversubscribed(cores: int, world: int, on_cards: bool) -> None:
+    own = coordinator_cores(cores, on_cards)
+    shares, remark = divide_cores([(2 * c, 2 * c + 1) for c in range(cores)], world, own)
+    assert len(shares) == world + 1
     assert all(shares)
+    assert len(shares[0]) == own  # whatever the world
     used = [core for share in shares for core in share]
-    if cores >= processes:
+    sizes = list(map(len, shares[1:]))
+    if cores >= own + world:
         assert sorted(used) == [(2 * c, 2 * c + 1) for c in range(cores)]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert max(sizes) - min(sizes) <= 1
         assert remark == ""
     else:
-        assert all(len(share) == 1 for share in shares)
-        loads = [used.count((2 * c, 2 * c + 1)) for c in range(cores)]
+        assert set(sizes) == {1}
+        loads = [sum((2 * c, 2 * c + 1) in share for share in shares[1:]) for c in range(cores)]
         assert max(loads) - min(loads) <= 1
-        assert f"{processes} processes share {cores} core(s)" in remark
+        assert f"{world + 1} processes share {cores} core(s)" in remark
 
 
 def test_hyperthreads_are_pinned_to_but_not_counted() -> None:
     made = plan(dataclasses.replace(machine(), cores=((0, 8), (1, 9), (2, 10))), world=1)
-    assert (made.coordinator.cpus, made.coordinator.threads) == ((0, 1, 8, 9), 2)
-    assert (made.ranks[0].cpus, made.ranks[0].threads) == ((2, 10), 1)
+    assert (made.coordinator.cpus, made.coordinator.threads) == ((0, 8), 1)
+    assert (made.ranks[0].cpus, made.ranks[0].threads) == ((1, 2, 9, 10), 2)
 
 
 def test_the_context_is_at_most_the_models() -> None:

@@ -108,13 +108,6 @@ DEVICE void copy_async_wait() {
 #endif
 }
 
-// Bring global memory to L2 in the background; both 16-byte aligned.
-DEVICE void prefetch(const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // c[16 x 8] += a[16 x 16] b[16 x 8], fp16 in, fp32 out. a0: row g, k 2t 2t+1; a1: row g+8; a2, a3: the same rows, k + 8;
 // b0: k 2t 2t+1, column g; b1: k + 8; c: row g columns 2t 2t+1, row g+8 columns 2t 2t+1.
 DEVICE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -324,10 +324,6 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
         if (t < 2 && base + t * 8 + g < pairs * 2) shared.sums[(base + t * 8 + g) * splits_of(HIDDEN) + split] = t ? sums[1] : sums[0];
     }
     if (up_own < RING - 1) copy_async_wait<0>();  // the scales of w2 have landed
-#if PREFETCH
-    for (u32 i = threadIdx.x; i < n * rows; i += THREADS)
-        prefetch(call.drawn[i / rows].row.w2 + (row0 + i % rows) * u64(INTERMEDIATE / 2), INTERMEDIATE / 2);
-#endif
     sync_block();
 
     bool finite = true;

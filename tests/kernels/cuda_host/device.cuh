@@ -291,8 +291,6 @@ void copy_async_wait() {
     }
 }
 
-inline void prefetch(const void*, u32) {}
-
 inline void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     struct Fragments { u32 a[4], b[2]; };
     const int g = host::lane() / 4, t = host::lane() % 4;
