@@ -244,6 +244,14 @@ def test_one_token_takes_the_native_way_and_gives_the_bits_of_the_other(
     np.testing.assert_array_equal(b.both(1, 1, some)[0], native)
 
 
+def test_one_token_with_more_experts_than_it_draws(bench: Any) -> None:
+    b = bench(card_cache_bytes=-1)
+    first, _ = b.both(3, 1, ALL)
+    again, expected = b.both(3, 1, ALL)
+    close_to(again, expected)
+    np.testing.assert_array_equal(again, first)
+
+
 def test_a_driver_error_in_native_code_ends_the_worker(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b = bench(card_cache_bytes=-1)
     b.both(1, 1, [1, 4, 8])
