@@ -17,7 +17,7 @@ from evrun.kernels.triton.params import Call
 from evrun.kernels.triton.plan import Unit
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, where a card goes on silently
 ]

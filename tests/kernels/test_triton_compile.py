@@ -75,7 +75,7 @@ def test_machine_code_of_every_architecture() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("limits", CARDS.values(), ids=CARDS)
 def test_machine_code_of_every_kernel(limits: Limits) -> None:
     units = list(dict.fromkeys(u for numerics, dtype in ALL for u in plan_for(full_size(numerics, dtype), limits).units(4096)))  # type: ignore[arg-type]

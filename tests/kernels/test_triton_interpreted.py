@@ -55,13 +55,13 @@ def test_matches_the_reference(side: HostSide, numerics: Numerics, dtype: Dtype,
     check_matches(maker(), side, shape_of(96, 96, numerics, dtype), tokens, held=held)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("numerics", "dtype"), [VARIANTS[0], VARIANTS[3]])
 def test_tiles_without_tensor_cores(side: HostSide, numerics: Numerics, dtype: Dtype) -> None:
     check_matches(maker(TURING), side, shape_of(64, 32, numerics, dtype), 9, held=[1, 2, 4, 7])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("numerics", "dtype"), VARIANTS)
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_whole_chunks(side: HostSide, numerics: Numerics, dtype: Dtype, tokens: int) -> None:
@@ -69,29 +69,29 @@ def test_whole_chunks(side: HostSide, numerics: Numerics, dtype: Dtype, tokens: 
     check_matches(maker(), side, shape_of(512, 256, numerics, dtype), tokens, held=held)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 21])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.long), 21])
 def test_companions(side: HostSide, tokens: int) -> None:
     check_companions(maker(), side, shape_of(64, 32), tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_extreme_scales(side: HostSide, tokens: int) -> None:
     check_extreme_scales(maker(), side, shape_of(64, 32, "reference", "float32"), tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_refusals(side: HostSide, tokens: int) -> None:
     check_refusals(maker(), side, shape_of(64, 64), tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_crowded_experts(side: HostSide) -> None:
     check_crowded_experts(maker(), side, shape_of(64, 32))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("variant", "numerics", "dtype"), card_golden.VARIANTS)
 def test_golden_expert_path(side: HostSide, variant: str, numerics: Numerics, dtype: Dtype) -> None:
     card_golden.check_golden(maker(), side, "minimal", variant, numerics, dtype, most_calls=3)
