@@ -81,7 +81,7 @@ def test_idle_sockets_and_slow_readers_cost_a_normal_request_nothing(front: Fron
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", front.port))
-            sock.sendall(request_bytes(front, {"max_tokens": 300, "stream": True, "ignore_eos": True}))
+            sock.sendall(request_bytes(front, {"max_tokens": 80, "stream": True, "ignore_eos": True}))
             slow.append(sock)
         for number in range(200):
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", front.port)))
