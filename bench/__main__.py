@@ -145,6 +145,7 @@ def demo(
     """The demo's questions: how many are answered right, however it runs."""
     from evrun.bench import demo as module
     from evrun.bench import devices
+    from evrun.demo.data.facts import load_questions
     from evrun.kernels import native
     from evrun.launch.demo import folder, questions
 
@@ -161,7 +162,7 @@ def demo(
         for world in worlds.split(",")
         for deal in deals.split(",")
     ]
-    report.show("demo", module.run(checkpoint or folder(), module.load_questions(questions())[:first], cases), as_json)
+    report.show("demo", module.run(checkpoint or folder(), load_questions(questions())[:first], cases), as_json)
 
 
 bench.add_command(parity_command)

@@ -6,7 +6,6 @@ one piece: the greedy choice at every place of the answer is the next token of i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +34,6 @@ class Case(NamedTuple):
     deal: str
     world: int
     numerics: str
-
-
-def load_questions(path: Path) -> list[Question]:
-    return [Question(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def run(checkpoint: Path, questions: Sequence[Question], cases: Sequence[Case]) -> list[Row]:

@@ -49,11 +49,11 @@ def combine_rows(shares: Sequence[Share], ids: npt.NDArray[np.int32], out: npt.N
     ids [T, K]: the experts each token chose, distinct. Bits depend on nothing but the rows and ids. Returns whether every sum
     is finite.
     """
-    tokens, hidden = out.shape
-    draws = np.bincount(ids.ravel()).tolist() if tokens > 1 else None
     library = exchange.load()
     if library is None:
         return _combine_rows(shares, ids, out)
+    tokens, hidden = out.shape
+    draws = np.bincount(ids.ravel()).tolist() if tokens > 1 else None
     rows = array("Q", bytes(8 * (int(ids.max()) + 1)))
     itemsize = shares[0].result.itemsize
     for share in shares:

@@ -157,7 +157,7 @@ class Fleet:
             if rank.incarnation == incarnation:
                 events += self._died(rank)
         now_s = time.monotonic()
-        if due or (busy and now_s - self._look_at >= TICK_S):
+        if busy and now_s - self._look_at >= TICK_S:
             self._look_at = now_s
             events += self._look(now_s)
         self._report(now_s)

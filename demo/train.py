@@ -27,7 +27,7 @@ from evrun.coordinator.engram_map import token_map
 from evrun.demo import evaluate, geometry, sampling
 from evrun.demo.arithmetic import Arithmetic
 from evrun.demo.data.corpus import QUESTIONS
-from evrun.demo.data.facts import Question
+from evrun.demo.data.facts import Question, load_questions
 from evrun.demo.export import export
 from evrun.demo.model import TrainingModel
 from evrun.demo.parameters import Parameters, start
@@ -208,10 +208,6 @@ def restore(folder: Path) -> Parameters:
     return found
 
 
-def load_questions() -> list[Question]:
-    return [Question(**json.loads(line)) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-
-
 def _is_bias(name: str) -> bool:
     return name.endswith(".gate.bias")
 
@@ -262,7 +258,8 @@ def main() -> None:
     save(trainer.parameters, asked.out)
     say(f"{export(trainer.parameters, config, tokenizer, asked.out / 'checkpoint', force=True)} bytes of tensors")
     trainer.model = TrainingModel(config, ids)
-    for name, value in report(trainer, sampling.load(asked.data / "held-out.npz"), load_questions(), tokenizer, options.length).items():
+    found = report(trainer, sampling.load(asked.data / "held-out.npz"), load_questions(QUESTIONS), tokenizer, options.length)
+    for name, value in found.items():
         say(f"{name}: {json.dumps(value, ensure_ascii=False, indent=1) if isinstance(value, list) else value}")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from evrun.demo.data.countries import Country
 from evrun.launch.export.tokenizer import SPECIALS
@@ -69,6 +71,11 @@ class Question:
     kind: str
     prompt: str
     answer: str
+
+
+def load_questions(path: Path) -> list[Question]:
+    """The lines of a questions.jsonl."""
+    return [Question(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def ended(text: str) -> str:

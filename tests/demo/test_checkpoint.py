@@ -7,11 +7,12 @@ from runs import Evrun
 
 from evrun.bench import demo as bench
 from evrun.demo.data import corpus
+from evrun.demo.data.facts import load_questions
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.kernels import registry
 from evrun.launch import demo
 
-QUESTIONS = bench.load_questions(demo.questions())
+QUESTIONS = load_questions(demo.questions())
 CAPITALS = [q for q in QUESTIONS if q.kind == "capital"]
 
 
