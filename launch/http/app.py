@@ -146,7 +146,7 @@ class FrontEndApp:
     async def _generate(self, request: Request, parse: Callable[[Mapping[str, Any]], Answer]) -> Response:
         fields = await body.read(request.stream(), request.headers.get("content-length"), request.headers.get("content-type", ""))
         answer = await asyncio.get_running_loop().run_in_executor(self._parsers, parse, fields)
-        health = self._judge()
+        health = await self._judge()
         if not health.serves:
             raise unavailable(health.message, health.code)
         exchange = Exchange(answer, self.gate, self._open, self._metrics)
@@ -181,12 +181,17 @@ class FrontEndApp:
             )
         return JSONResponse(self._model)
 
-    def _judge(self) -> Health:
+    async def _judge(self) -> Health:
+        """Nobody is turned away for what an old look says: the run may have become ready since."""
+        health = judge(self.watch.seen(), self._spec.stall_s, self._spec.stuck_s)
+        if health.serves:
+            return health
+        await self.watch.fresh(0.0)
         return judge(self.watch.seen(), self._spec.stall_s, self._spec.stuck_s)
 
     async def _health(self, request: Request) -> Response:
         await self.watch.fresh()
-        health = self._judge()
+        health = await self._judge()
         return JSONResponse(health.body, health.status, {} if health.serves else {"Retry-After": "2"})
 
     async def _status(self, request: Request) -> Response:

@@ -33,6 +33,8 @@ class Watch:
         self._lock = asyncio.Lock()
         self.look: dict[str, Any] | None = None
         self._look_at_s = 0.0
+        self._asked_at_s = 0.0
+        """When the newest question that is over was put, answered or not."""
         self._calls: Any = None
         self._layer_at_s: float | None = None
         self._lost: tuple[int, float] | None = None
@@ -44,11 +46,13 @@ class Watch:
             await self.fresh()
             await asyncio.sleep(EVERY_S)
 
-    async def fresh(self) -> None:
-        """See to it that what is known is FRESH_S old at most; when the launcher does not answer it stays as it was."""
+    async def fresh(self, age_s: float = FRESH_S) -> None:
+        """See to it that the launcher was asked `age_s` before this call or later; what is known stays when it does not answer."""
+        since_s = time.monotonic() - age_s
         async with self._lock:
-            if time.monotonic() - self._look_at_s < FRESH_S:
+            if self._asked_at_s > since_s:
                 return
+            asked_at_s = time.monotonic()
             try:
                 answer = await asyncio.wait_for(self._ask(), ANSWER_WITHIN_S)
                 look = json.loads(answer.text)
@@ -56,6 +60,8 @@ class Watch:
                 log.warning("the launcher did not answer: %s", str(error) or f"nothing within {ANSWER_WITHIN_S:g} s")
                 self.close_socket()  # an answer that comes late must not be taken for a newer one
                 return
+            finally:
+                self._asked_at_s = asked_at_s
             self._take(look, time.monotonic())
 
     def coordinator_lost(self) -> None:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from evrun.expert_worker.wire.errors import UsageError
 from evrun.expert_worker.wire.requests import Finished, Started, Token
+from evrun.launch import control
 from evrun.launch.http import body, config
 from evrun.launch.http.chat import Chat
 from evrun.launch.http.completions import Completion
@@ -28,6 +29,7 @@ from evrun.launch.http.health import Seen, judge
 from evrun.launch.http.outbox import LaggingError, Outbox
 from evrun.launch.http.protocol import GuardedProtocol
 from evrun.launch.http.vocabulary import Vocabulary
+from evrun.launch.http.watch import Watch
 from evrun.launch.standing import Standing
 
 FULL = GOLDEN / "full" / "checkpoint"
@@ -127,6 +129,45 @@ def test_health(seen: Seen, status: int, word: str) -> None:
     json.dumps(health.body)
     if word == "loading":
         assert health.body["loading"] == {"phase": "dense tree: layer 1", "done_bytes": 5, "total_bytes": 10, "progress": 0.5}
+
+
+def test_nobody_is_turned_away_for_what_an_old_look_says(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def launcher(command: Any) -> Any:
+        """Loads at the first question and is ready from the second one on."""
+        asked.append(command)
+        state = {"state": "starting" if len(asked) == 1 else "ready"}
+        return control.Processes(json.dumps(look(coordinator=state, calls=[])))
+
+    server = control.ControlServer(str(tmp_path / "c.sock"), "secret", launcher)
+
+    async def answers() -> None:
+        while True:
+            server.serve()
+            await asyncio.sleep(0.005)
+
+    async def clients() -> tuple[bool, list[bool], int]:
+        answering = asyncio.create_task(answers())
+        watch = Watch(f"ipc://{tmp_path / 'c.sock'}", "secret")
+
+        async def serves(age_s: float) -> bool:
+            await watch.fresh(age_s)
+            return judge(watch.seen(), 4.0, 30.0).serves
+
+        first = await serves(0.0)
+        same = await serves(60.0)
+        together = [same, *await asyncio.gather(*(serves(0.0) for _ in range(50)))]
+        watch.close()
+        answering.cancel()
+        return first, together, len(asked)
+
+    try:
+        first, (same, *others), questions = asyncio.run(clients())
+    finally:
+        server.close()
+    assert (first, same, all(others)) == (False, False, True)
+    assert questions == 3  # of fifty that came together all but the first share one question
 
 
 # ---- conversations ----
