@@ -9,7 +9,8 @@ Deal = Callable[[Sequence[int], Sequence[int]], dict[int, list[int]]]
 
 def sorted_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int]]:
     """Round-robin over the live ranks: one token over four ranks gives 2, 2, 1, 1."""
-    return {rank: list(experts[place :: len(live)]) for place, rank in enumerate(live) if place < len(experts)}
+    count = len(live)
+    return {rank: [*experts[place::count]] for place, rank in enumerate(live[: len(experts)])}
 
 
 def home_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int]]:
@@ -23,12 +24,11 @@ def home_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int
 POLICIES: Mapping[str, Deal] = {"sorted": sorted_deal, "home": home_deal}
 
 
-def deal(ids: Iterable[int], live: Iterable[int], policy: str) -> dict[int, list[int]]:
+def deal(ids: Iterable[int], live: Sequence[int], policy: str) -> dict[int, list[int]]:
     """{rank: its expert ids, ascending}, ranks ascending; ranks without an expert are left out.
 
     ids   the expert ids of the call, in any order, with repetitions
-    live  the ranks that can take a call; at least one
+    live  the ranks that can take a call, ascending; at least one
     """
-    ranks = sorted(set(live))
-    assert ranks, "a deal needs a live rank"
-    return POLICIES[policy](sorted(set(ids)), ranks)
+    assert live, "a deal needs a live rank"
+    return POLICIES[policy](sorted(set(ids)), live)

@@ -21,6 +21,7 @@ from evrun.coordinator.rank import Deadlines, InFlight, Piece, Rank, silence, ve
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import heartbeat, supervision
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
+from evrun.expert_worker.wire.exchange import MOST_RANKS
 from evrun.expert_worker.wire.hub import Hub
 from evrun.expert_worker.wire.link import PlainAnswer, open_group
 from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Ready, Stop, codec
@@ -61,6 +62,16 @@ class Crashed:
 Event = Answered | Lost | Crashed
 
 
+class Sent(NamedTuple):
+    """A call on its way through the short way."""
+
+    dealt: dict[int, list[int]]
+    layer: int
+    sequence: int
+    """Of the first rank; the others' follow."""
+    since_s: float
+
+
 class ShutdownError(Exception):
     """The launcher asked the coordinator to end, or is gone."""
 
@@ -78,13 +89,16 @@ class Fleet:
         self._hub = Hub(spec.hub_address, spec.run_id, spec.secret)
         bells = list(zip(spec.request_bell_fds, spec.reply_bell_fds, strict=True))
         self._group = open_group(spec.transport, self._hub, spec.run_id, self.calls, self.replies, bells)
+        self.round = self._group.round
         self._launcher = socket.socket(fileno=os.dup(spec.supervision_fd))
+        self._sent: Sent | None = None
         self._owed_at_death: dict[tuple[int, int], list[Piece]] = {}
         self._sequence = 0
         self._others = select.epoll()
         """Everything that is no reply bell: one descriptor, so that a wait for replies can end for it."""
         self._poll = select.poll()
-        self._poll.register(self._others.fileno(), select.POLLIN)
+        self._others_fd = self._others.fileno()
+        self._poll.register(self._others_fd, select.POLLIN)
         self._watched: dict[int, Callable[[], None]] = {}
         self.watch(self._hub.fd, self._hub_stirs)
         self.watch(spec.lifeline_fd, self._launcher_gone)
@@ -129,6 +143,50 @@ class Fleet:
         self._group.submit(calls)
         self._report(now_s)  # here, while the ranks serve
 
+    def send(self, dealt: dict[int, list[int]], layer: int, slot: int, x: int, ids: int, weights: int) -> bool:
+        """Hand one token's call to these free ranks the short way (link.Round): what is asked lies at these addresses.
+
+        False, and nothing is done, when there is none or anything else is to be done first. Otherwise `finish` follows.
+        """
+        now_s = time.monotonic()
+        busy = self._hub.may_have or self._launcher_stirs or now_s - self._look_at >= TICK_S or self._must_report(now_s)
+        if self.round is None or busy or len(dealt) > MOST_RANKS or self._spec.check_payload:
+            return False
+        batch = [len(dealt), self._sequence + 1, layer, slot]
+        for number, experts in dealt.items():
+            batch += (number, self.ranks[number].incarnation, len(experts), *experts)
+        self._sent = Sent(dealt, layer, self._sequence + 1, now_s)
+        self._sequence += len(dealt)
+        self.round.send(batch, x, ids, weights)
+        return True
+
+    def finish(self, out: int) -> dict[int, Piece]:
+        """Wait for what was sent and put its sum to this address: [H] fp32. When anything is not as it should be, the pieces
+        that are now in flight at their ranks as after `submit`; nothing of their answers is lost."""
+        sent, short = self._sent, self.round
+        assert sent is not None, "finish comes once after send"
+        assert short is not None
+        if not (short.wait(self._others_fd, int(TICK_S * 1000)) and short.sum(out)):
+            return self._unfold()
+        self._sent = None
+        for number in sent.dealt:
+            rank = self.ranks[number]
+            rank.last_layer, rank.answer = sent.layer, short.answers[number]
+            rank.calls += 1
+        return {}
+
+    def _unfold(self) -> dict[int, Piece]:
+        """What was sent the short way goes on as an ordinary call."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return {}
+        pieces = {number: Piece(experts) for number, experts in sent.dealt.items()}
+        for sequence, (number, piece) in enumerate(pieces.items(), sent.sequence):
+            rank = self.ranks[number]
+            rank.in_flight = InFlight(piece, sequence, sent.layer, sent.since_s)
+            rank.state, rank.last_layer = "serving", sent.layer
+        return pieces
+
     def pump(self, timeout_s: float) -> list[Event]:
         """Everything that happened; waits up to `timeout_s` when nothing has. Raises ShutdownError."""
         waiting = [r.rank for r in self.ranks if r.in_flight]
@@ -144,7 +202,7 @@ class Fleet:
         if events and not due:
             return events
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
-        if self._others.fileno() in ready:
+        if self._others_fd in ready:
             ready |= {fd for fd, _ in self._others.poll(0)}
         for fd in ready:
             if fd in self._watched:
@@ -170,7 +228,7 @@ class Fleet:
         flights = [rank.in_flight for rank in ranks if rank.in_flight and not rank.in_flight.abandoned]
         if len(flights) < len(ranks):
             return None
-        answers = self._group.gather(array("i", waiting), self._others.fileno(), timeout_s)
+        answers = self._group.gather(array("i", waiting), self._others_fd, timeout_s)
         if not answers:
             return answers if answers is None else []
         for rank, answer in zip(ranks, answers, strict=True):
@@ -186,6 +244,7 @@ class Fleet:
 
     def abandon(self) -> None:
         """The request ended: answers still to come are dropped, queued pieces forgotten."""
+        self._unfold()
         for rank in self.ranks:
             rank.abandon()
 
@@ -336,10 +395,12 @@ class Fleet:
         self._tell(supervision.Fatal(exit_code, error))
 
     def _report(self, now_s: float) -> None:
-        if self.status is None or not (self.changed or now_s - self._status_at >= STATUS_EVERY_S):
-            return
-        self.changed = not self._tell(self.status())
-        self._status_at = now_s
+        if self.status is not None and self._must_report(now_s):
+            self.changed = not self._tell(self.status())
+            self._status_at = now_s
+
+    def _must_report(self, now_s: float) -> bool:
+        return self.status is not None and (self.changed or now_s - self._status_at >= STATUS_EVERY_S)
 
     def rank_status(self) -> list[list[int | str | dict[str, int]]]:
         """supervision.RankStatus of every rank, as lists."""

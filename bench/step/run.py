@@ -23,7 +23,7 @@ from evrun.bench.step.phases import PHASES, Pass, RankSpans, Seconds, split
 from evrun.coordinator import expert_client
 from evrun.coordinator.engram_map import cached_token_map
 from evrun.coordinator.models.registry import Model, load_model
-from evrun.expert_worker.timeline import WORKER_PHASES, Span, Timeline, read
+from evrun.expert_worker.timeline import WORKER_PHASES, Part, Span, Timeline, read
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.launch.config import RunConfig
 from evrun.launch.devices import look
@@ -117,6 +117,7 @@ def _measure(checkpoint: Checkpoint, model: Model, work: Work, plan: Plan) -> tu
         places = {"devices": [seat.device for seat in plan.ranks], "cpus": [list(seat.cpus) for seat in plan.ranks]}
         threads = max(seat.threads for seat in plan.ranks)
         with herd(checkpoint.directory, plan.world, threads=threads, **places, **options) as h, _timed(timeline), torch.inference_mode():
+            timeline.wrap([Part(h.fleet.round, "sum", "combine")])
             experts = TimedExperts(h, timeline)
             measured = [m for number in range(1, PASSES + 1) for m in _pass(number, model, prompt.tolist(), work, experts, timeline)]
             backend = f"{h.fleet.ranks[0].backend}, {h.fleet.ranks[0].rung}"

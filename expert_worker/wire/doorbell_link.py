@@ -17,7 +17,7 @@ from typing import Any
 
 from evrun.expert_worker.wire import cell_codec, exchange
 from evrun.expert_worker.wire.codec import CodecError
-from evrun.expert_worker.wire.link import PlainAnswer
+from evrun.expert_worker.wire.link import PlainAnswer, Round
 from evrun.expert_worker.wire.messages import Call, Failed, Partial
 from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
 from evrun.expert_worker.wire.zmq_link import ZmqPort
@@ -53,10 +53,11 @@ class DoorbellGroup:
         for pair in bells:
             for bell in pair:
                 os.set_blocking(bell, False)
-        self._ranks = exchange.ranks_over(self._requests, self._replies, bells)
+        self._ranks = exchange.ranks_over(self._requests, replies, bells)
+        self._spin_ns = spin_ns(len(replies) + 1)
         library = exchange.load()
         self._native = exchange.Ranks(library, self._ranks) if library else None
-        self._spin_ns = spin_ns(len(replies) + 1)
+        self.round: Round | None = exchange.Round(library, self._ranks, calls, self._spin_ns) if library else None
 
     def fds(self) -> list[int]:
         return [reply_bell for _, reply_bell in self._bells]

@@ -17,12 +17,14 @@ from typing import Any
 
 import evrun.expert_worker.wire
 from evrun.expert_worker.wire.messages import COUNTERS, Call
-from evrun.expert_worker.wire.slots import Cell
+from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
 
 FILE_NAME = "libevrun_exchange.so"
-ABI = 1
+ABI = 2
 TAKEN, ODD, OTHER = 1, 2, 3
 """What ended a worker's wait: a call, in the port's fields; another message in the cell; the socket or the lifeline. 0: the time."""
+MOST_RANKS = 64
+"""That share one token's call of Round; it has never more shares than it has experts."""
 log = logging.getLogger("exchange")
 
 Counters = ctypes.c_int64 * len(COUNTERS)
@@ -34,6 +36,7 @@ class Rank(ctypes.Structure):
     _fields_ = (
         ("request", ctypes.c_void_p),
         ("reply", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
         ("request_bell", ctypes.c_int32),
         ("reply_bell", ctypes.c_int32),
         ("seen", ctypes.c_int64),
@@ -44,6 +47,25 @@ class Rank(ctypes.Structure):
         ("checksum", ctypes.c_int64),
         ("counters", Counters),
         ("compute_s", ctypes.c_double),
+    )
+
+
+class Desk(ctypes.Structure):
+    """Where one token's layer calls are made."""
+
+    _fields_ = (
+        ("ranks", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
+        ("ids_at", ctypes.c_int64),
+        ("weights_at", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("itemsize", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("exact", ctypes.c_int64),
+        ("spin_ns", ctypes.c_int64),
+        ("n", ctypes.c_int32),
+        ("which", ctypes.c_int32 * MOST_RANKS),
     )
 
 
@@ -87,6 +109,9 @@ def load() -> ctypes.CDLL | None:
     number, pointer = ctypes.c_int32, ctypes.c_void_p
     library.evrun_submit.argtypes, library.evrun_submit.restype = (pointer, pointer, number), None
     library.evrun_gather.argtypes = (pointer, pointer, number, number, ctypes.c_int64, number)
+    library.evrun_send.argtypes, library.evrun_send.restype = (pointer, pointer, pointer, pointer, pointer), None
+    library.evrun_wait.argtypes = (pointer, number, number)
+    library.evrun_sum.argtypes = (pointer, pointer)
     library.evrun_receive.argtypes = (pointer, ctypes.c_int64, number)
     library.evrun_reply.argtypes = (pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, pointer)
     library.evrun_reply.restype = None
@@ -95,11 +120,12 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def ranks_over(requests: Sequence[Cell], replies: Sequence[Cell], bells: Sequence[tuple[int, int]]) -> Any:
-    """An array of Rank over these cells and (request eventfd, reply eventfd); replies that lie there already count as seen."""
+def ranks_over(requests: Sequence[Cell], replies: Sequence[ReplyMemory], bells: Sequence[tuple[int, int]]) -> Any:
+    """An array of Rank over this memory and (request eventfd, reply eventfd); replies that lie there already count as seen."""
     ranks = (Rank * len(replies))()
     for rank, request, reply, pair in zip(ranks, requests, replies, bells, strict=True):
-        rank.request, rank.reply, rank.seen = request.address, reply.address, reply.turn()
+        rank.request, rank.reply, rank.seen = request.address, reply.cell.address, reply.cell.turn()
+        rank.result = reply.result_address
         rank.request_bell, rank.reply_bell = pair
     return ranks
 
@@ -122,6 +148,31 @@ class Ranks:
     def gather(self, which: array[int], others_fd: int, spin_ns: int, timeout_ms: int) -> bool:
         """Whether all of `which` (int32) gave plain answers to their newest calls; their fields are in the array then."""
         return bool(self._gather(self._address, which.buffer_info()[0], len(which), others_fd, spin_ns, timeout_ms))
+
+
+class Round:
+    """link.Round, for this memory."""
+
+    def __init__(self, library: ctypes.CDLL, ranks: Any, calls: CallMemory, spin_ns: int) -> None:
+        self._send, self._wait, self._sum = library.evrun_send, library.evrun_wait, library.evrun_sum
+        self.answers = list(ranks)
+        layout = calls.layout
+        self._desk = Desk(
+            ctypes.addressof(ranks), calls.address + layout.slot_offset(0), layout.slot_bytes, layout.ids_at, layout.weights_at,
+            layout.hidden, layout.itemsize, layout.top_k, layout.exact, spin_ns,
+        )  # fmt: skip
+        self._held = ranks, calls
+        self._address = ctypes.addressof(self._desk)
+
+    def send(self, batch: list[int], x: int, ids: int, weights: int) -> None:
+        words = array("q", batch)
+        self._send(self._address, words.buffer_info()[0], x, ids, weights)
+
+    def wait(self, others_fd: int, timeout_ms: int) -> bool:
+        return bool(self._wait(self._address, others_fd, timeout_ms))
+
+    def sum(self, out: int) -> bool:
+        return bool(self._sum(self._address, out))
 
 
 class WorkerEnd:

@@ -33,8 +33,42 @@ class PlainAnswer(Protocol):
     def compute_s(self) -> float: ...
 
 
+class Round(Protocol):
+    """One token's layer call that nothing disturbs, from its activation to its sum. Addresses are of contiguous memory."""
+
+    @property
+    def answers(self) -> Sequence[PlainAnswer]:
+        """The newest plain answer of each rank; always the same objects."""
+        ...
+
+    def send(self, batch: list[int], x: int, ids: int, weights: int) -> None:
+        """Put the token into a slot and hand their calls to free ranks.
+
+        batch  how many ranks, the sequence of the first one's call (the others' follow), layer, slot; then for each rank,
+               ascending: rank, incarnation, number of experts, expert ids ascending
+        x      [H] activation dtype; ids [K] int32; weights [K] fp32
+        """
+        ...
+
+    def wait(self, others_fd: int, timeout_ms: int) -> bool:
+        """Until all have answered plainly. False, and nothing is taken, when something else came first (see gather)."""
+        ...
+
+    def sum(self, out: int) -> bool:
+        """After `wait`: out [H] fp32 = the sum in the order of coordinator.combine; the answers are taken.
+
+        False, and nothing is taken, when an answer has other rows than were asked for or the sum is not finite.
+        """
+        ...
+
+
 class ExpertGroup(Protocol):
     """The coordinator's end: calls to all ranks."""
+
+    @property
+    def round(self) -> Round | None:
+        """The short way of one token; None where this transport has none."""
+        ...
 
     def fds(self) -> list[int]:
         """Descriptors that turn readable when `receive` may have something, beside the hub's own."""

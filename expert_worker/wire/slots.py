@@ -87,6 +87,15 @@ class SlotLayout:
     def reply_bytes(self) -> int:
         return RECORD_BYTES + self.cell_bytes + self.result_bytes
 
+    @property
+    def ids_at(self) -> int:
+        """Of a slot; its activation lies at its start."""
+        return self._x_bytes
+
+    @property
+    def weights_at(self) -> int:
+        return self._x_bytes + self._route_bytes
+
     def slot_offset(self, slot: int) -> int:
         assert 0 <= slot < SLOTS
         return self.world_size * self.cell_bytes + slot * self.slot_bytes
@@ -116,12 +125,12 @@ class CallMemory:
         self.layout = layout
         self._map = map_memory(fd, layout.call_bytes, writable)
         self.memory = memoryview(self._map)
-        self._address = address_of(self._map)
+        self.address = address_of(self._map)
         self._single: dict[int, tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
 
     def cell(self, rank: int) -> Cell:
         start = rank * self.layout.cell_bytes
-        return Cell(self.memory[start : start + self.layout.cell_bytes], self._address + start)
+        return Cell(self.memory[start : start + self.layout.cell_bytes], self.address + start)
 
     def x(self, slot: int, tokens: int) -> npt.NDArray[Any]:
         """[tokens, H] activation dtype."""
@@ -129,11 +138,11 @@ class CallMemory:
 
     def ids(self, slot: int, tokens: int) -> npt.NDArray[np.int32]:
         """[tokens, K] int32."""
-        return self._array(slot, self.layout._x_bytes, np.int32, (tokens, self.layout.top_k))
+        return self._array(slot, self.layout.ids_at, np.int32, (tokens, self.layout.top_k))
 
     def weights(self, slot: int, tokens: int) -> npt.NDArray[np.float32]:
         """[tokens, K] fp32."""
-        return self._array(slot, self.layout._x_bytes + self.layout._route_bytes, np.float32, (tokens, self.layout.top_k))
+        return self._array(slot, self.layout.weights_at, np.float32, (tokens, self.layout.top_k))
 
     def views(self, slot: int, tokens: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """x, ids and weights of a call. Views for one token are kept: decode asks for them at every layer."""

@@ -11,7 +11,7 @@ import zmq
 
 from evrun.expert_worker.wire.codec import MAX_BYTES
 from evrun.expert_worker.wire.hub import HIGH_WATER, Hub
-from evrun.expert_worker.wire.link import PlainAnswer
+from evrun.expert_worker.wire.link import PlainAnswer, Round
 from evrun.expert_worker.wire.messages import Call, Failed, Partial, codec
 
 SEND_TIMEOUT_MS = 5000
@@ -19,6 +19,8 @@ SEND_TIMEOUT_MS = 5000
 
 class ZmqGroup:
     """link.ExpertGroup: submits through the hub; replies are the hub's own messages, so `receive` has none."""
+
+    round: Round | None = None
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kCall = 0x45565231, kPartial = 0x45565232;
 constexpr int kCounters = 7;
+constexpr int kMostRanks = 64;  // of one token's call: exchange.MOST_RANKS
 
 struct Cell {  // slots.Cell
   int64_t turn;
@@ -69,6 +70,7 @@ bool finite(uint32_t bits) { return (bits & 0x7f800000u) != 0x7f800000u; }
 struct Rank {
   Cell* request;
   const Cell* reply;
+  const char* result;
   int32_t request_bell, reply_bell;
   int64_t seen;  // turn of the newest reply that was taken
   int64_t incarnation, sequence, layer;  // of the newest call
@@ -87,7 +89,79 @@ struct Port {
   const int32_t* experts;  // inside the request cell
 };
 
-EXPORT int32_t evrun_exchange_abi() { return 1; }
+// Where one token's layer calls are made (exchange.Desk): the slots' memory, the form of a token, who has the newest call.
+struct Desk {
+  Rank* ranks;
+  char* slots;  // slot by slot: x at its start, then expert ids, then route weights
+  int64_t slot_bytes, ids_at, weights_at;
+  int64_t hidden, itemsize, top_k;
+  int64_t exact;  // results are rows in the activation's dtype, else one fp32 partial
+  int64_t spin_ns;
+  int32_t n, which[kMostRanks];
+};
+
+namespace {
+
+void hand_over(Rank& rank, const CallHead& head, const int64_t* experts) {
+  rank.incarnation = head.incarnation, rank.sequence = head.sequence, rank.layer = head.layer;
+  memcpy(rank.request->data, &head, sizeof head);
+  int32_t* ids = reinterpret_cast<int32_t*>(rank.request->data + sizeof head);
+  for (int64_t e = 0; e < head.count; ++e) ids[e] = static_cast<int32_t>(experts[e]);
+  publish(rank.request, static_cast<int64_t>(sizeof head) + 4 * head.count, rank.request_bell);
+}
+
+// Whether every rank of `which` has answered its newest call plainly; nothing is taken.
+bool plain(const Rank* ranks, const int32_t* which, int32_t n) {
+  for (int32_t i = 0; i < n; ++i) {
+    const Rank& rank = ranks[which[i]];
+    PartialBody body;
+    if (rank.reply->length != static_cast<int64_t>(sizeof body)) return false;
+    memcpy(&body, rank.reply->data, sizeof body);
+    if (body.kind != kPartial || body.incarnation != rank.incarnation || body.sequence != rank.sequence || body.layer != rank.layer) return false;
+  }
+  return true;
+}
+
+void take(Rank* ranks, const int32_t* which, int32_t n) {
+  for (int32_t i = 0; i < n; ++i) {
+    Rank& rank = ranks[which[i]];
+    PartialBody body;
+    rank.seen = turn_of(rank.reply);
+    memcpy(&body, rank.reply->data, sizeof body);
+    rank.rows = body.rows, rank.checksum = body.checksum, rank.compute_s = body.compute_s;
+    memcpy(rank.counters, body.counters, sizeof body.counters);
+  }
+}
+
+// out += row, widened.
+void add_row(const char* row, int64_t hidden, int64_t itemsize, float* out) {
+  if (itemsize == 4) {
+    const float* from = reinterpret_cast<const float*>(row);
+    for (int64_t h = 0; h < hidden; ++h) out[h] += from[h];
+  } else {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
+    for (int64_t h = 0; h < hidden; ++h) {
+      const uint32_t bits = static_cast<uint32_t>(from[h]) << 16;
+      float value;
+      memcpy(&value, &bits, 4);
+      out[h] += value;
+    }
+  }
+}
+
+bool all_finite(const float* values, int64_t count) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    memcpy(&bits, values + i, 4);
+    bad |= !finite(bits);
+  }
+  return !bad;
+}
+
+}  // namespace
+
+EXPORT int32_t evrun_exchange_abi() { return 2; }
 
 // batch: per call rank, incarnation, sequence, layer, slot, tokens, checksum, count, then count expert ids.
 EXPORT void evrun_submit(Rank* ranks, const int64_t* batch, int32_t calls) {
@@ -96,24 +170,40 @@ EXPORT void evrun_submit(Rank* ranks, const int64_t* batch, int32_t calls) {
     CallHead head;
     head.kind = kCall;
     memcpy(&head.incarnation, batch, 7 * sizeof(int64_t));
-    rank.incarnation = head.incarnation, rank.sequence = head.sequence, rank.layer = head.layer;
-    batch += 7;
-    memcpy(rank.request->data, &head, sizeof head);
-    int32_t* ids = reinterpret_cast<int32_t*>(rank.request->data + sizeof head);
-    for (int64_t e = 0; e < head.count; ++e) ids[e] = static_cast<int32_t>(*batch++);
-    publish(rank.request, static_cast<int64_t>(sizeof head) + 4 * head.count, rank.request_bell);
+    hand_over(rank, head, batch + 7);
+    batch += 7 + head.count;
   }
 }
 
+// The whole sending side of one token's layer call: its activation and route into the slot, the calls into the cells.
+// batch: number of ranks, sequence of the first one's call, layer, slot; then per rank, ascending: rank, incarnation, count,
+// expert ids.
+EXPORT void evrun_send(Desk* desk, const int64_t* batch, const void* x, const void* ids, const void* weights) {
+  desk->n = static_cast<int32_t>(batch[0]);
+  CallHead head = {kCall, 0, batch[1], batch[2], batch[3], 1, 0, 0};
+  char* to = desk->slots + head.slot * desk->slot_bytes;
+  memcpy(to, x, desk->hidden * desk->itemsize);
+  memcpy(to + desk->ids_at, ids, desk->top_k * 4);
+  memcpy(to + desk->weights_at, weights, desk->top_k * 4);
+  batch += 4;
+  for (int32_t i = 0; i < desk->n; ++i, ++head.sequence) {
+    desk->which[i] = static_cast<int32_t>(batch[0]);
+    head.incarnation = batch[1], head.count = batch[2];
+    hand_over(desk->ranks[batch[0]], head, batch + 3);
+    batch += 3 + head.count;
+  }
+}
+
+namespace {
+
 // Waits until every rank of `which` has replied: spins first, then sleeps until its bell rings, `others` turns readable or
-// the time is over. Returns 1 when all replies are plain answers to the newest calls (they are taken then), else 0 and
-// nothing is taken.
-EXPORT int32_t evrun_gather(Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t spin_ns, int32_t timeout_ms) {
+// the time is over. Returns 1 when all replies are plain answers to the newest calls, else 0. Nothing is taken.
+int32_t wait_for(const Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t spin_ns, int32_t timeout_ms) {
   const int64_t until = now_ns() + spin_ns;
   for (bool spin = spin_ns > 0;;) {
     int32_t missing = n - 1;  // sleep for the last one: those before it are likely to be there when it wakes us
     while (missing >= 0 && turn_of(ranks[which[missing]].reply) != ranks[which[missing]].seen) --missing;
-    if (missing < 0) break;
+    if (missing < 0) return plain(ranks, which, n);
     if (spin) {
       relax();
       spin = now_ns() < until;
@@ -127,21 +217,19 @@ EXPORT int32_t evrun_gather(Rank* ranks, const int32_t* which, int32_t n, int32_
       if (turn_of(ranks[which[missing]].reply) == ranks[which[missing]].seen) return 0;
     }
   }
-  for (int32_t i = 0; i < n; ++i) {
-    const Rank& rank = ranks[which[i]];
-    PartialBody body;
-    if (rank.reply->length != static_cast<int64_t>(sizeof body)) return 0;
-    memcpy(&body, rank.reply->data, sizeof body);
-    if (body.kind != kPartial || body.incarnation != rank.incarnation || body.sequence != rank.sequence || body.layer != rank.layer) return 0;
-  }
-  for (int32_t i = 0; i < n; ++i) {
-    Rank& rank = ranks[which[i]];
-    PartialBody body;
-    rank.seen = turn_of(rank.reply);
-    memcpy(&body, rank.reply->data, sizeof body);
-    rank.rows = body.rows, rank.checksum = body.checksum, rank.compute_s = body.compute_s;
-    memcpy(rank.counters, body.counters, sizeof body.counters);
-  }
+}
+
+}  // namespace
+
+// For the ranks that have the newest call of a desk.
+EXPORT int32_t evrun_wait(const Desk* desk, int32_t others, int32_t timeout_ms) {
+  return wait_for(desk->ranks, desk->which, desk->n, others, desk->spin_ns, timeout_ms);
+}
+
+// The plain answers are taken when all are.
+EXPORT int32_t evrun_gather(Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t spin_ns, int32_t timeout_ms) {
+  if (!wait_for(ranks, which, n, others, spin_ns, timeout_ms)) return 0;
+  take(ranks, which, n);
   return 1;
 }
 
@@ -189,7 +277,7 @@ EXPORT void evrun_reply(Port* port, int64_t rows, int64_t checksum, double compu
 // out[i] = parts[0][i] + parts[1][i] + ... in this order. Returns whether every sum is finite.
 EXPORT int32_t evrun_add_partials(const float* const* parts, int32_t n, int64_t count, float* out) {
   constexpr int64_t kBlock = 1024;  // the sums of a block stay in the first-level cache while the parts pass
-  uint32_t bad = 0;
+  bool good = true;
   for (int64_t start = 0; start < count; start += kBlock) {
     const int64_t size = count - start < kBlock ? count - start : kBlock;
     float* to = out + start;
@@ -198,20 +286,16 @@ EXPORT int32_t evrun_add_partials(const float* const* parts, int32_t n, int64_t 
       const float* from = parts[p] + start;
       for (int64_t i = 0; i < size; ++i) to[i] += from[i];
     }
-    for (int64_t i = 0; i < size; ++i) {
-      uint32_t bits;
-      memcpy(&bits, to + i, 4);
-      bad |= !finite(bits);
-    }
+    good &= all_finite(to, size);
   }
-  return !bad;
+  return good;
 }
 
 // Rows -> sums, token by token in ascending expert id (combine.combine_rows). next[e]: first row of expert e, rows of an
 // expert follow each other by token; it is advanced. Ids of a token are distinct. Returns whether every sum is finite.
 EXPORT int32_t evrun_add_rows(const char** next, const int32_t* ids, int64_t tokens, int32_t top_k, int64_t hidden, int32_t itemsize,
                               float* out) {
-  uint32_t bad = 0;
+  bool good = true;
   for (int64_t t = 0; t < tokens; ++t, ids += top_k, out += hidden) {
     for (int64_t h = 0; h < hidden; ++h) out[h] = 0.0f;
     int32_t last = -1;
@@ -221,26 +305,43 @@ EXPORT int32_t evrun_add_rows(const char** next, const int32_t* ids, int64_t tok
         if (ids[j] > last && ids[j] < expert) expert = ids[j];
       if (expert == INT32_MAX) break;
       last = expert;
-      const char* row = next[expert];
+      add_row(next[expert], hidden, itemsize, out);
       next[expert] += hidden * itemsize;
-      if (itemsize == 4) {
-        const float* from = reinterpret_cast<const float*>(row);
-        for (int64_t h = 0; h < hidden; ++h) out[h] += from[h];
-      } else {
-        const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
-        for (int64_t h = 0; h < hidden; ++h) {
-          const uint32_t bits = static_cast<uint32_t>(from[h]) << 16;
-          float value;
-          memcpy(&value, &bits, 4);
-          out[h] += value;
-        }
-      }
     }
-    for (int64_t h = 0; h < hidden; ++h) {
-      uint32_t bits;
-      memcpy(&bits, out + h, 4);
-      bad |= !finite(bits);
-    }
+    good &= all_finite(out, hidden);
   }
-  return !bad;
+  return good;
+}
+
+// The sum of one token's layer call that evrun_wait found answered, in the orders of the two functions above. Takes the
+// answers and returns 1 when each has as many rows as it was asked for and the sum is finite; else takes nothing.
+EXPORT int32_t evrun_sum(const Desk* desk, float* out) {
+  const CallHead* calls[kMostRanks];
+  const float* parts[kMostRanks];
+  int64_t done[kMostRanks] = {}, total = 0;
+  for (int32_t i = 0; i < desk->n; ++i) {
+    const Rank& rank = desk->ranks[desk->which[i]];
+    calls[i] = reinterpret_cast<const CallHead*>(rank.request->data);
+    parts[i] = reinterpret_cast<const float*>(rank.result);
+    if (reinterpret_cast<const PartialBody*>(rank.reply->data)->rows != calls[i]->count) return 0;
+    total += calls[i]->count;
+  }
+  bool good;
+  if (!desk->exact) {
+    good = evrun_add_partials(parts, desk->n, desk->hidden, out);
+  } else {
+    for (int64_t h = 0; h < desk->hidden; ++h) out[h] = 0.0f;
+    for (; total > 0; --total) {
+      int32_t from = 0, least = INT32_MAX;
+      for (int32_t i = 0; i < desk->n; ++i) {
+        const int32_t* ids = reinterpret_cast<const int32_t*>(calls[i] + 1);
+        if (done[i] < calls[i]->count && ids[done[i]] <= least) from = i, least = ids[done[i]];
+      }
+      const char* rows = reinterpret_cast<const char*>(parts[from]);
+      add_row(rows + done[from]++ * desk->hidden * desk->itemsize, desk->hidden, desk->itemsize, out);
+    }
+    good = all_finite(out, desk->hidden);
+  }
+  if (good) take(desk->ranks, desk->which, desk->n);
+  return good;
 }
