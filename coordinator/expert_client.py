@@ -86,7 +86,8 @@ class ExpertClient:
 
         The sum is valid until the next submit. Raises CancelledError, RunError, DeviceError, ShutdownError.
         """
-        assert not (self._call or self._sent), "one layer call at a time"
+        assert self._call is None, "one layer call at a time"
+        assert self._sent is None, "one layer call at a time"
         tokens = len(x)
         slot = self._turn = (self._turn + 1) % SLOTS
         if tokens == 1 and self._send(layer, slot, x, ids, weights):

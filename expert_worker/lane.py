@@ -8,12 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from evrun.expert_worker.counts import Counts
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
 from evrun.expert_worker.timeline import Part
+from evrun.expert_worker.wire import exchange
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError
+from evrun.expert_worker.wire.link import Short
 from evrun.expert_worker.wire.slots import ReplyMemory
 from evrun.kernels import registry, self_test
 from evrun.kernels.api import BadScaleError, Combine, FfnShape
@@ -22,6 +25,8 @@ from evrun.kernels.api import BadScaleError, Combine, FfnShape
 class Lane(Protocol):
     """Everything is allocated when it is made; `backend` and `rung` are what the build report and `ps` show."""
 
+    counts: Counts
+
     @property
     def backend(self) -> str: ...
 
@@ -29,7 +34,9 @@ class Lane(Protocol):
     def rung(self) -> str: ...
 
     @property
-    def bytes_by_rung(self) -> dict[str, int]: ...
+    def short(self) -> Short | None:
+        """A native function that computes calls of one token; None where there is none."""
+        ...
 
     def compute(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
@@ -68,7 +75,9 @@ class CpuLane:
             raise DeviceError(f"kernel self-test of {spec.backend} failed: {problem}; choose another with --cpu-kernel")
         self._kernel = registry.create(name, shape, spec.prefill_chunk, config.num_experts_per_tok, *options)
         self.backend = f"cpu {self._kernel.name}"
-        self.bytes_by_rung = {self.rung: 0}
+        self.counts = Counts()
+        table = config.num_hidden_layers, config.n_routed_experts, config.row_bytes
+        self.short = self._kernel.one_token(*table, self._combine == "exact", self.counts.address_of(self.rung))
 
     def compute(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
@@ -79,7 +88,10 @@ class CpuLane:
             done = self._kernel.call(x, ids, weights, experts, rows, out, self._combine, self._beat)
         except BadScaleError as bad:
             raise PayloadError(self._rows.describe(layer, experts[bad.expert], bad)) from bad
-        self.bytes_by_rung[self.rung] += len(experts) * self._row_bytes
+        self.counts[self.rung] += len(experts) * self._row_bytes
+        if self.short and len(x) == 1:
+            for expert, row in zip(experts, rows, strict=True):
+                self.short.learn(layer, expert, row)
         return done
 
 
@@ -94,7 +106,8 @@ class EmptyLane:
     backend = rung = "empty"
 
     def __init__(self) -> None:
-        self.bytes_by_rung: dict[str, int] = {}
+        self.counts = Counts()
+        self.short = exchange.empty_lane()
 
     def compute(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],

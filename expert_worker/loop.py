@@ -17,7 +17,7 @@ from evrun.expert_worker.wire.codec import CodecError
 from evrun.expert_worker.wire.errors import PayloadError
 from evrun.expert_worker.wire.heartbeat import Heart
 from evrun.expert_worker.wire.link import ExpertPort
-from evrun.expert_worker.wire.messages import COUNTERS, Call, Failed, Partial, Stop
+from evrun.expert_worker.wire.messages import Call, Failed, Partial, Stop
 from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory
 
 IDLE_BEAT_S = 1.0
@@ -36,6 +36,8 @@ class Loop:
         self._port, self._calls, self._reply = port, calls, reply
         self._lane, self._heart = lane, heart
         self._faults = Faults(spec.faults, spec.rank, spec.incarnation)
+        if lane.short and not (self._faults or spec.timeline):  # those look at what happens in Python
+            port.shorten(lane.short, lane.counts.address, calls, reply, num_experts)
         self.dropped = 0
         """Messages that were malformed, or meant for another incarnation."""
 
@@ -76,9 +78,10 @@ class Loop:
         else:
             checksum = zlib.crc32(out.data) if call.checksum else -1
             spent = time.monotonic() - started
-            answer = Partial(call.run_id, call.incarnation, call.sequence, call.layer, rows, checksum, counters(self._lane), spent)
+            counts = self._lane.counts.in_order()
+            answer = Partial(call.run_id, call.incarnation, call.sequence, call.layer, rows, checksum, counts, spent)
         self._faults.at("compute", number)
-        self._heart.calls += 1
+        self._heart.answered()
         self._answer(answer, out, self._faults.at("write", number))
         self._heart.enter("ready")
 
@@ -113,11 +116,6 @@ class Loop:
     def _drop(self, why: str) -> None:
         self.dropped += 1
         log.warning("dropped a message (%d so far): %s", self.dropped, why)
-
-
-def counters(lane: Lane) -> list[int]:
-    """A lane's counts in the order of messages.COUNTERS."""
-    return [lane.bytes_by_rung.get(name, 0) for name in COUNTERS]
 
 
 def _spoil(answer: Partial, out: npt.NDArray[Any], fault: str) -> Partial:

@@ -69,6 +69,20 @@ class BadScaleError(ValueError):
         super().__init__(f"E8M0 byte 255 in {tensor}, row {row}")
 
 
+class OneToken(Protocol):
+    """Calls of one token without Python, for a worker that serves them so. `function` and `lane` are addresses:
+    int64 function(void *lane, const OneToken *call), the structure of expert_worker/wire/csrc/exchange.cpp. It gives the rows
+    computed, or -1 for a call with a row that it has not learned and for one that fails: both are for `CpuBackend.call`.
+    Belongs to the thread that calls the backend, and ends with it."""
+
+    function: int
+    lane: int
+
+    def learn(self, layer: int, expert: int, row: Row) -> None:
+        """Where this row lies; it stays there."""
+        ...
+
+
 class CpuBackend(Protocol):
     """A CPU backend, made once per worker by the registry: `module.create(shape, max_tokens, top_k, threads)`.
 
@@ -100,6 +114,14 @@ class CpuBackend(Protocol):
                  combine `exact`: [>= n, H] activation dtype: one row per (expert ascending, token ascending)
         beat     called without arguments now and then during long calls, to show progress
         Returns n, the number of (token, expert) pairs computed. Raises BadScaleError.
+        """
+        ...
+
+    def one_token(self, layers: int, experts: int, row_bytes: int, exact: bool, read: int) -> OneToken | None:
+        """The short way for one token, or None where this backend has none.
+
+        layers, experts  of the checkpoint; exact: combine
+        read             address of an int64 to which the bytes of rows that a call reads are added
         """
         ...
 

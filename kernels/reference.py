@@ -78,6 +78,9 @@ class TorchReference:
             done += len(tokens)
         return done
 
+    def one_token(self, layers: int, experts: int, row_bytes: int, exact: bool, read: int) -> None:
+        """See kernels.api.CpuBackend: this one has no short way."""
+
     def _expert(self, x: torch.Tensor, route: torch.Tensor, row: Row, position: int, beat: Callable[[], None] | None) -> torch.Tensor:
         """x [n, H] fp32, route [n] fp32 -> y [n, H] fp32, already rounded to dtype."""
         limit = self.shape.swiglu_limit

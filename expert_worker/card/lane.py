@@ -25,6 +25,7 @@ from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
+from evrun.expert_worker.wire.link import Short
 from evrun.expert_worker.wire.slots import ReplyMemory
 from evrun.kernels import cuda, registry
 from evrun.kernels.api import BadScaleError, Combine, FfnShape
@@ -141,7 +142,8 @@ class CardLane:
         except (errors.UnavailableError, errors.CompileError, errors.DeviceError) as error:
             raise DeviceError(f"rank {spec.rank}: {spec.device}: {error}; use --device cpu to do without this card") from error
         self.backend = f"{self._device.name} {self._kernel.name}"
-        self.bytes_by_rung = self._ladder.bytes_by_rung
+        self.counts = self._ladder.counts
+        self.short: Short | None = None
         slots = self._ladder.cache.slots
         log.info("card cache: %d rows, %.2f GiB", slots, slots * config.row_bytes / 2**30)
 
@@ -165,7 +167,7 @@ class CardLane:
                 self._find_fault(layer, experts, x, ids, weights)
         except errors.DeviceError as error:
             raise RunError(f"layer {layer}, experts {' '.join(map(str, experts))}: the card failed: {error}") from error
-        cache, counts = self._ladder.cache, self.bytes_by_rung
+        cache, counts = self._ladder.cache, self.counts
         counts["cache hits"], counts["cache misses"], counts["cache evictions"] = cache.hits, cache.misses, cache.evictions
         return rows
 

@@ -11,6 +11,7 @@ import numpy as np
 from evrun.expert_worker.card.cache import CardCache, Key
 from evrun.expert_worker.card.layout import RowLayout, lay_out, slot_bytes
 from evrun.expert_worker.card.rungs import Arena, Registered
+from evrun.expert_worker.counts import Counts
 from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError
@@ -57,12 +58,12 @@ class CardRows:
         self._registered = Registered(device, checkpoint, pin_bytes, beat, self.copies.synchronize) if "registered" in rungs else None
         self._arena = Arena(device, checkpoint, threads, beat) if "arena" in rungs else None
         self._layouts: dict[Key, RowLayout] = {}
-        self.bytes_by_rung = {"card": 0, "registered": 0, "arena": 0}
+        self.counts = Counts()
 
     @property
     def rung(self) -> str:
         """The rung that rows outside the cache take."""
-        return "registered" if self._registered and self.bytes_by_rung["arena"] == 0 else "arena"
+        return "registered" if self._registered and self.counts["arena"] == 0 else "arena"
 
     def probe(self) -> None:
         """See which rungs this driver has, so that the worker says at its start where it stands."""
@@ -80,7 +81,7 @@ class CardRows:
         cache = self.cache
         if not all(map(cache.__contains__, keys)):
             return None
-        self.bytes_by_rung["card"] += self._row_bytes * len(keys)
+        self.counts["card"] += self._row_bytes * len(keys)
         return [slot for slot in map(cache.find, keys) if slot is not None]
 
     def staging_parts(self) -> list[Part]:
@@ -114,7 +115,7 @@ class CardRows:
         for key in keys:
             slot = self.cache.find(key) if self.cache.slots else None
             if slot is not None:
-                self.bytes_by_rung["card"] += self._row_bytes
+                self.counts["card"] += self._row_bytes
             else:
                 slot = self.cache.admit(key, protected) if self.cache.slots else None
                 if slot is None:
@@ -167,8 +168,8 @@ class CardRows:
             address = self._registered.address(copy.shard, in_use) if self._registered else None
             if address is not None:
                 self._device.copy_in(base + copy.to, address + copy.offset, copy.size_bytes, self.copies)
-                self.bytes_by_rung["registered"] += copy.size_bytes
+                self.counts["registered"] += copy.size_bytes
             else:
                 assert self._arena is not None, "a rung that serves every shard is always there"
                 self._arena.copy(copy, base + copy.to, self.copies)
-                self.bytes_by_rung["arena"] += copy.size_bytes
+                self.counts["arena"] += copy.size_bytes

@@ -17,9 +17,9 @@ from typing import Any
 
 from evrun.expert_worker.wire import cell_codec, exchange
 from evrun.expert_worker.wire.codec import CodecError
-from evrun.expert_worker.wire.link import PlainAnswer, Round
+from evrun.expert_worker.wire.link import PlainAnswer, Round, Short
 from evrun.expert_worker.wire.messages import Call, Failed, Partial
-from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
+from evrun.expert_worker.wire.slots import SLOTS, CallMemory, Cell, ReplyMemory
 from evrun.expert_worker.wire.zmq_link import ZmqPort
 
 SPIN_S = 150e-6
@@ -129,6 +129,15 @@ class DoorbellPort(ZmqPort):
         if not self._rung() and self._request_bell in self._wait(timeout_s):
             _hush(self._request_bell)
         return self._call() if self._rung() else super().receive(0.0) if self._may_have else None
+
+    def shorten(self, short: Short, counts: int, calls: CallMemory, reply: ReplyMemory, num_experts: int) -> None:
+        if self._native is None:
+            return
+        layout = calls.layout
+        slots = calls.address + layout.slot_offset(0), layout.slot_bytes, layout.ids_at, layout.weights_at, SLOTS
+        turn = exchange.Turn(short.function, short.lane, reply.address, *slots, num_experts, reply.result_address, counts)
+        self._native.shorten(turn)
+        self._held = short, calls, reply
 
     def _rung(self) -> bool:
         return self._requests.turn() != int(self._port.seen)

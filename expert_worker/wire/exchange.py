@@ -13,14 +13,14 @@ import logging
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import evrun.expert_worker.wire
 from evrun.expert_worker.wire.messages import COUNTERS, Call
 from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
 
 FILE_NAME = "libevrun_exchange.so"
-ABI = 2
+ABI = 3
 TAKEN, ODD, OTHER = 1, 2, 3
 """What ended a worker's wait: a call, in the port's fields; another message in the cell; the socket or the lifeline. 0: the time."""
 MOST_RANKS = 64
@@ -92,6 +92,31 @@ class Port(ctypes.Structure):
     )
 
 
+class Turn(ctypes.Structure):
+    """How a worker serves calls of one token without Python."""
+
+    _fields_ = (
+        ("compute", ctypes.c_void_p),
+        ("lane", ctypes.c_void_p),
+        ("record", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
+        ("ids_at", ctypes.c_int64),
+        ("weights_at", ctypes.c_int64),
+        ("num_slots", ctypes.c_int64),
+        ("num_experts", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+    )
+
+
+class NativeLane(NamedTuple):
+    """link.Short."""
+
+    function: int
+    lane: int
+
+
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library with its functions declared, or None: the reason is logged once."""
@@ -113,11 +138,18 @@ def load() -> ctypes.CDLL | None:
     library.evrun_wait.argtypes = (pointer, number, number)
     library.evrun_sum.argtypes = (pointer, pointer)
     library.evrun_receive.argtypes = (pointer, ctypes.c_int64, number)
+    library.evrun_serve.argtypes = (pointer, pointer, ctypes.c_int64, number)
     library.evrun_reply.argtypes = (pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, pointer)
     library.evrun_reply.restype = None
     library.evrun_add_partials.argtypes = (pointer, number, ctypes.c_int64, pointer)
     library.evrun_add_rows.argtypes = (pointer, pointer, ctypes.c_int64, number, ctypes.c_int64, number, pointer)
     return library
+
+
+def empty_lane() -> NativeLane | None:
+    """Computes nothing: what is left of a layer call is the way there and back."""
+    library = load()
+    return NativeLane(ctypes.cast(library.evrun_empty_lane, ctypes.c_void_p).value or 0, 0) if library else None
 
 
 def ranks_over(requests: Sequence[Cell], replies: Sequence[ReplyMemory], bells: Sequence[tuple[int, int]]) -> Any:
@@ -179,16 +211,23 @@ class WorkerEnd:
     """A worker's end: wait for a call, whose fields are in the port then; answer it."""
 
     def __init__(self, library: ctypes.CDLL, port: Port) -> None:
-        self._receive, self._reply = library.evrun_receive, library.evrun_reply
+        self._receive, self._serve, self._reply = library.evrun_receive, library.evrun_serve, library.evrun_reply
         self._port = port
+        self._turn: Turn | None = None
         self._address = ctypes.addressof(port)
         self._counters = Counters()
         self._counters_address = ctypes.addressof(self._counters)
 
     def receive(self, spin_ns: int, timeout_ms: int) -> int:
-        """TAKEN, ODD, OTHER or 0."""
-        woken: int = self._receive(self._address, spin_ns, timeout_ms)
+        """TAKEN, ODD, OTHER or 0; calls that the turn can serve are served on the way."""
+        if self._turn is None:
+            woken: int = self._receive(self._address, spin_ns, timeout_ms)
+            return woken
+        woken = self._serve(self._address, ctypes.addressof(self._turn), spin_ns, timeout_ms)
         return woken
+
+    def shorten(self, turn: Turn) -> None:
+        self._turn = turn
 
     def reply(self, rows: int, checksum: int, compute_s: float, counters: list[int | ctypes.c_int64]) -> None:
         self._counters[:] = counters

@@ -14,6 +14,8 @@ RECORD_BYTES = 4096
 """Reserved at the start of a rank's reply memory; the rest of the page stays free."""
 
 STATES = ("starting", "ready", "serving", "stopped")
+_PID, _STATE, _PROGRESS, _LAYER, _SEQUENCE, _CALLS, _AT_NS = range(1, RECORD_WORDS)
+"""Places of the words after the incarnation's."""
 
 
 @dataclass(frozen=True)
@@ -38,36 +40,37 @@ class Beat:
 
 
 class Heart:
-    """The writing side. `memory` is the record's place in the rank's reply memory."""
+    """The writing side. `memory` is the record's place in the rank's reply memory; native code that serves calls writes the
+    same words (csrc/exchange.cpp), in the same thread."""
 
     def __init__(self, memory: memoryview, incarnation: int, pid: int) -> None:
         self._words = memory[: 8 * RECORD_WORDS].cast("q")
         """Items, not struct.pack_into: each word is one store, while pack_into zeroes its range first."""
-        self._incarnation = incarnation
-        self._pid = pid
-        self._state = 0
-        self._progress = 0
-        self._layer = -1
-        self._sequence = 0
-        self.calls = 0
+        for place, value in ((_PID, pid), (_STATE, 0), (_PROGRESS, 0), (_LAYER, -1), (_SEQUENCE, 0), (_CALLS, 0), (0, incarnation)):
+            self._words[place] = value
         self.beat()
+
+    @property
+    def calls(self) -> int:
+        calls: int = self._words[_CALLS]
+        return calls
 
     def beat(self, work: int = 1) -> None:
         """Note that the main loop got further."""
-        self._progress += work
-        now = time.monotonic_ns()
-        fields = (self._incarnation, self._pid, self._state, self._progress, self._layer, self._sequence, self.calls, now)
         words = self._words
-        for i, value in enumerate(fields):
-            words[i] = value
+        words[_PROGRESS] += work
+        words[_AT_NS] = time.monotonic_ns()
 
     def enter(self, state: str) -> None:
-        self._state = STATES.index(state)
+        self._words[_STATE] = STATES.index(state)
         self.beat()
 
     def begin(self, layer: int, sequence: int) -> None:
-        self._layer, self._sequence = layer, sequence
+        self._words[_LAYER], self._words[_SEQUENCE] = layer, sequence
         self.enter("serving")
+
+    def answered(self) -> None:
+        self._words[_CALLS] += 1
 
 
 def read(memory: memoryview) -> Beat | None:

@@ -94,8 +94,25 @@ class ExpertGroup(Protocol):
         ...
 
 
+class Short(Protocol):
+    """A lane's native function for calls of one token, as addresses (kernels.api.OneToken)."""
+
+    @property
+    def function(self) -> int: ...
+
+    @property
+    def lane(self) -> int: ...
+
+
 class ExpertPort(Protocol):
     """A worker's end."""
+
+    def shorten(self, short: Short, counts: int, calls: CallMemory, reply: ReplyMemory, num_experts: int) -> None:
+        """From now on let `receive` answer calls of one token by itself, where this transport can, and give the others.
+
+        counts  address of the int64 words that an answer carries (messages.COUNTERS)
+        """
+        ...
 
     def receive(self, timeout_s: float) -> Any:
         """The next message, or None after `timeout_s`. Raises EOFError when the launcher is gone, CodecError for junk."""

@@ -167,9 +167,10 @@ class ReplyMemory:
         self.memory = memoryview(self._map)
         self._single: npt.NDArray[np.float32] | None = None
         self.record = self.memory[:RECORD_BYTES]
-        address = address_of(self._map)
-        self.cell = Cell(self.memory[RECORD_BYTES : RECORD_BYTES + layout.cell_bytes], address + RECORD_BYTES)
-        self.result_address = address + RECORD_BYTES + layout.cell_bytes
+        self.address = address_of(self._map)
+        """Of the record, which comes first."""
+        self.cell = Cell(self.memory[RECORD_BYTES : RECORD_BYTES + layout.cell_bytes], self.address + RECORD_BYTES)
+        self.result_address = self.address + RECORD_BYTES + layout.cell_bytes
 
     def partial(self, tokens: int) -> npt.NDArray[np.float32]:
         """[tokens, H] fp32. The view for one token is kept: decode asks for it at every layer."""

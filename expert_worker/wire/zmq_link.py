@@ -11,8 +11,9 @@ import zmq
 
 from evrun.expert_worker.wire.codec import MAX_BYTES
 from evrun.expert_worker.wire.hub import HIGH_WATER, Hub
-from evrun.expert_worker.wire.link import PlainAnswer, Round
+from evrun.expert_worker.wire.link import PlainAnswer, Round, Short
 from evrun.expert_worker.wire.messages import Call, Failed, Partial, codec
+from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory
 
 SEND_TIMEOUT_MS = 5000
 
@@ -57,6 +58,9 @@ class ZmqPort:
         self._poll = select.poll()
         self._poll.register(lifeline_fd, select.POLLIN)
         self._poll.register(self._fd, select.POLLIN)
+
+    def shorten(self, short: Short, counts: int, calls: CallMemory, reply: ReplyMemory, num_experts: int) -> None:
+        """A message here has to be unpacked first: every call is Python's."""
 
     def receive(self, timeout_s: float) -> Any:
         data = self._control()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from evrun.kernels.api import BadScaleError, Combine, FfnShape, Row
 from evrun.kernels.native import library
+from evrun.kernels.native.one_token import OneToken
 
 _TENSORS = {1: "w1", 3: "w3", 2: "w2"}
 _INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
@@ -115,8 +116,7 @@ class NativeBackend:
         call.tokens, call.slots, call.num_experts, call.out_rows = tokens, slots, len(experts), out_rows
         call.exact = exact
         call.experts = array("i", experts).tobytes()
-        known = self._packed
-        call.rows = b"".join([known[id(row)][1] if id(row) in known else self._pack(row) for row in rows])
+        call.rows = b"".join(map(self._addresses_of, rows))
         if beat is None:
             call.beat = None
             done = self._library.evrun_run(self._engine, self._call_ref, self._fault_ref)
@@ -130,6 +130,12 @@ class NativeBackend:
         if done < 0:
             self._refuse(done, tokens, slots, experts, out)
         return int(done)
+
+    def one_token(self, layers: int, experts: int, row_bytes: int, exact: bool, read: int) -> OneToken:
+        """See kernels.api.CpuBackend."""
+        if self._engine is None:
+            raise ValueError("the backend is closed")
+        return OneToken(self._engine, self.top_k, exact, layers, experts, row_bytes, read, self._addresses_of)
 
     def close(self) -> None:
         """End the threads, free the memory, let go of the rows."""
@@ -151,6 +157,11 @@ class NativeBackend:
     def multiply_add(self, steps: int) -> int:
         """Vector multiply-adds on registers by each thread, nothing else; returns the floating-point operations done."""
         return int(self._library.evrun_multiply_add(self._engine, steps))
+
+    def _addresses_of(self, row: Row) -> bytes:
+        """Of its six tensors, native uint64."""
+        known = self._packed.get(id(row))
+        return known[1] if known else self._pack(row)
 
     def _pack(self, row: Row) -> bytes:
         """The addresses of a row, checked once and remembered: the row is kept, so that its id stays its own."""
@@ -200,7 +211,7 @@ class _Beat:
     def __init__(self, beat: Callable[[], None]) -> None:
         self._caught: BaseException | None = None
 
-        def guarded() -> None:
+        def guarded(_: int | None) -> None:
             try:
                 beat()
             except BaseException as error:

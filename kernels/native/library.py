@@ -10,10 +10,10 @@ from typing import NamedTuple
 import evrun.kernels.native
 
 FILE_NAME = "libevrun_native.so"
-ABI = 2
+ABI = 3
 BAD_SCALE, TOO_LARGE, DUPLICATE = -1, -2, -3
 
-BEAT = ctypes.CFUNCTYPE(None)
+BEAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Config(ctypes.Structure):
@@ -44,6 +44,7 @@ class Call(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_rows", ctypes.c_int64),
         ("beat", ctypes.c_void_p),
+        ("record", ctypes.c_void_p),
     )
 
 

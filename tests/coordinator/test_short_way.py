@@ -16,6 +16,7 @@ from test_expert_client import CASE, FULL, LAYER, fault
 from evrun.bench.herd import Herd, herd
 from evrun.coordinator import fleet
 from evrun.coordinator.expert_client import CancelledError
+from evrun.expert_worker.wire.heartbeat import read
 
 TOKENS = len(CASE.ids)
 
@@ -159,3 +160,14 @@ def test_what_must_be_looked_at_comes_first(monkeypatch: pytest.MonkeyPatch) -> 
         for number in range(3):
             assert (c.token(number) == CASE.expected[number : number + 1]).all()
         assert c.sent == 0
+
+
+def test_a_worker_that_serves_without_python_counts_and_shows_progress_as_before() -> None:
+    with counted(2) as c:
+        for number in (0, 1, 0, 1, 0, 1):
+            assert (c.token(number) == CASE.expected[number : number + 1]).all()
+        for rank, reply in zip(c.herd.fleet.ranks, c.herd.fleet.replies, strict=True):
+            beat = read(reply.record)
+            assert beat
+            assert (beat.calls, beat.state, beat.layer) == (rank.calls, "ready", LAYER) == (6, "ready", LAYER)
+            assert rank.bytes_by_rung() == {"in-place": 6 * CASE.ids.shape[1] // 2 * c.herd.checkpoint.config.row_bytes}

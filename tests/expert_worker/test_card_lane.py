@@ -179,7 +179,7 @@ def test_more_rows_than_the_staging_memory_holds(bench: Any, combine: str, token
     b = bench(combine=combine)
     close_to(*b.both(3, tokens, ALL))
     assert b.lane.rung == "registered"
-    assert b.lane.bytes_by_rung["registered"] == 24 * b.checkpoint.config.row_bytes
+    assert b.lane.counts["registered"] == 24 * b.checkpoint.config.row_bytes
 
 
 @pytest.mark.parametrize("combine", ["partial", "exact"])
@@ -209,11 +209,11 @@ def test_a_timeline_sees_every_part_of_a_call(bench: Any, tokens: int, rungs: li
 def test_the_cache_saves_copies_and_counts(bench: Any) -> None:
     b = bench(card_cache_bytes=-1)
     b.both(1, 1, [3, 4])
-    moved = b.lane.bytes_by_rung["registered"]
+    moved = b.lane.counts["registered"]
     b.both(1, 1, [3, 4])
-    assert b.lane.bytes_by_rung["registered"] == moved
-    assert (b.lane.bytes_by_rung["cache hits"], b.lane.bytes_by_rung["cache misses"]) == (2, 2)
-    assert b.lane.bytes_by_rung["card"] == 2 * b.checkpoint.config.row_bytes
+    assert b.lane.counts["registered"] == moved
+    assert (b.lane.counts["cache hits"], b.lane.counts["cache misses"]) == (2, 2)
+    assert b.lane.counts["card"] == 2 * b.checkpoint.config.row_bytes
 
 
 @pytest.mark.parametrize("combine", ["partial", "exact"])
@@ -273,7 +273,7 @@ def test_a_driver_that_registers_no_file(bench: Any, kernels: Path, caplog: pyte
     assert b.lane.rung == "arena"
     assert "every row costs a host copy" in caplog.text
     close_to(*b.both(1, 3, [1, 2]))
-    assert b.lane.bytes_by_rung["arena"] == 2 * b.checkpoint.config.row_bytes
+    assert b.lane.counts["arena"] == 2 * b.checkpoint.config.row_bytes
     with pytest.raises(DeviceError, match="arena"):
         bench(card, rungs=["registered"])
 
@@ -286,7 +286,7 @@ def test_the_pin_budget_is_kept_and_shards_are_let_go(bench: Any, kernels: Path)
     for layer in (1, 5, 9, 1):
         close_to(*b.both(layer, 2, [1, 2, 3]))
         assert card.registered - own <= largest + 8192
-    assert b.lane.bytes_by_rung["arena"] == 0
+    assert b.lane.counts["arena"] == 0
     small = bench(EmulatedCard(kernels), pin_budget_bytes=4096)
     close_to(*small.both(1, 2, [1, 2]))
     assert small.lane.rung == "arena"

@@ -1,5 +1,7 @@
 """One conformance suite for both transports, over real sockets, cells and eventfds."""
 
+import ctypes
+import dataclasses
 import os
 import secrets
 import struct
@@ -7,16 +9,18 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 
 from evrun.expert_worker.wire import exchange
+from evrun.expert_worker.wire.heartbeat import Heart, read
 from evrun.expert_worker.wire.hub import Hub
 from evrun.expert_worker.wire.link import TRANSPORTS, ExpertGroup, ExpertPort, open_group, open_port
 from evrun.expert_worker.wire.messages import Call, Failed, Hello, Partial, Stop, codec
-from evrun.expert_worker.wire.slots import CallMemory, ReplyMemory, SlotLayout
+from evrun.expert_worker.wire.slots import SLOTS, CallMemory, ReplyMemory, SlotLayout
 
 RUN, SECRET = "run-1", secrets.token_hex(8)
 LAYOUT = SlotLayout(world_size=2, tokens=4, hidden=64, top_k=2, itemsize=2, exact=False, num_experts=16)
@@ -31,7 +35,7 @@ class Ends:
             os.ftruncate(fd, size)
         self.address = f"ipc://{folder}/hub"
         self.hub = Hub(self.address, RUN, SECRET)
-        calls = CallMemory(LAYOUT, self._fds[0], writable=True)
+        self.calls = calls = CallMemory(LAYOUT, self._fds[0], writable=True)
         self.replies = [ReplyMemory(LAYOUT, fd, writable=True) for fd in self._fds[1:]]
         bells = [(os.eventfd(0), os.eventfd(0)) for _ in range(2)]
         self._fds += [fd for pair in bells for fd in pair]
@@ -294,3 +298,127 @@ def test_a_message_that_is_no_call_of_this_incarnation_is_told(bells: Ends) -> N
     assert take(bells.ports[0]) == stale
     bells.group.submit([(0, call(2))])
     assert take(bells.ports[0]) == call(2)
+
+
+# ---- calls that a worker serves without Python ----
+
+COUNTS = (ctypes.c_int64 * 7)(*range(7))
+
+
+def one(sequence: int, **changes: object) -> Call:
+    return dataclasses.replace(call(sequence), **{"tokens": 1, **changes})  # type: ignore[arg-type]
+
+
+def shorten(ends: Ends) -> None:
+    lane = exchange.empty_lane()
+    assert lane
+    for rank in range(2):
+        ends.ports[rank].shorten(lane, ctypes.addressof(COUNTS), ends.calls, ends.replies[rank], LAYOUT.num_experts)
+
+
+@contextmanager
+def workers(ends: Ends) -> Iterator[list[object]]:
+    """Both ports served by threads; gives the messages that reached Python, and a Stop ends each."""
+    given: list[object] = []
+
+    def loop(port: ExpertPort) -> None:
+        while not isinstance(message := port.receive(0.2), Stop):
+            if message is not None:
+                given.append(message)
+
+    for rank in range(2):
+        ends.hello(rank)
+    ends.collect(2)
+    threads = [threading.Thread(target=loop, args=(port,)) for port in ends.ports]
+    for thread in threads:
+        thread.start()
+    yield given
+    for rank in range(2):
+        ends.hub.send(rank, 1, codec.encode(Stop("end")))
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_calls_of_one_token_are_answered_without_python(bells: Ends) -> None:
+    shorten(bells)
+    hearts = [Heart(reply.record, 1, os.getpid()) for reply in bells.replies]
+    before = [read(reply.record) for reply in bells.replies]
+    with workers(bells) as given:
+        for sequence in range(1, 200, 2):
+            bells.group.submit([(rank, one(sequence + rank, experts=[1, 5, 9][: 2 + rank])) for rank in (0, 1)])
+            answers = gather(bells)
+            assert [(a.rows, a.checksum, list(a.counters)) for a in answers] == [(3, -1, [*range(7)]), (2, -1, [*range(7)])]  # type: ignore[attr-defined]
+            assert all(0 <= a.compute_s < 5 for a in answers)  # type: ignore[attr-defined]
+        assert given == []
+    for heart, reply, first in zip(hearts, bells.replies, before, strict=True):
+        beat = read(reply.record)
+        assert beat
+        assert first
+        assert (beat.incarnation, beat.pid, beat.state, beat.layer, beat.calls, heart.calls) == (1, os.getpid(), "ready", 3, 100, 100)
+        assert beat.sequence in (199, 200)
+        assert beat.progress >= first.progress + 200
+        assert first.at_s < beat.at_s <= time.monotonic()
+
+
+NOT_SHORT = {
+    "two tokens": one(2, tokens=2),
+    "a checksum": one(2, checksum=True),
+    "no expert": one(2, experts=[]),
+    "experts out of order": one(2, experts=[5, 1]),
+    "an expert twice": one(2, experts=[5, 5]),
+    "an expert below": one(2, experts=[-1, 5]),
+    "an expert above": one(2, experts=[1, LAYOUT.num_experts]),
+    "a slot above": one(2, slot=SLOTS),
+    "a slot below": one(2, slot=-1),
+    "another incarnation": one(2, incarnation=7),
+}
+
+
+@pytest.mark.parametrize("other", NOT_SHORT.values(), ids=NOT_SHORT)
+def test_every_other_call_is_pythons(bells: Ends, other: Call) -> None:
+    shorten(bells)
+    for ours in (one(1), one(3)):
+        bells.group.submit([(0, other)])
+        assert take(bells.ports[0]) == other
+        bells.group.submit([(0, ours)])
+        assert bells.ports[0].receive(0.0) is None
+        ((rank, answer),) = bells.collect(1)
+        assert (rank, type(answer)) == (0, Partial)
+        assert (answer.sequence, answer.rows) == (ours.sequence, 2)  # type: ignore[attr-defined]
+
+
+def test_a_function_that_refuses_leaves_the_call_to_python(bells: Ends) -> None:
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(lambda lane, call: -1)
+    lane = exchange.NativeLane(ctypes.cast(function, ctypes.c_void_p).value or 0, 0)
+    bells.ports[0].shorten(lane, ctypes.addressof(COUNTS), bells.calls, bells.replies[0], LAYOUT.num_experts)
+    bells.group.submit([(0, one(1))])
+    assert take(bells.ports[0]) == one(1)
+    assert bells.group.receive(bells.group.fds()) == []
+
+
+def test_a_round_is_sent_awaited_and_summed(bells: Ends) -> None:
+    shorten(bells)
+    short = bells.group.round
+    assert short
+    x, ids, weights = (ctypes.c_uint16 * 64)(*range(64)), (ctypes.c_int32 * 2)(5, 1), (ctypes.c_float * 2)(0.25, 0.75)
+    out = (ctypes.c_float * 64)()
+    for rank in range(2):
+        bells.replies[rank].partial(1)[:] = 10.0 * (rank + 1)
+    with workers(bells) as given:
+        for sequence in range(1, 100, 2):
+            slot = sequence // 2 % SLOTS
+            batch = [2, sequence, 3, slot, 0, 1, 1, 1, 1, 1, 1, 5]
+            short.send(batch, *map(ctypes.addressof, (x, ids, weights)))
+            assert short.wait(bells.lifeline_read, 5000)
+            assert short.sum(ctypes.addressof(out))
+            assert [*out] == [30.0] * 64
+            assert [a.rows for a in short.answers] == [1, 1]
+            kept = bells.calls.views(slot, 1)
+            assert [a.ravel().tolist() for a in kept] == [[*range(64)], [5, 1], [0.25, 0.75]]
+        bells.replies[1].partial(1)[0, 63] = float("inf")
+        short.send([2, 101, 3, 0, 0, 1, 1, 1, 1, 1, 1, 5], *map(ctypes.addressof, (x, ids, weights)))
+        assert short.wait(bells.lifeline_read, 5000)
+        assert not short.sum(ctypes.addressof(out))
+        assert [rank for rank, _ in bells.group.receive(bells.group.fds())] == [0, 1]  # nothing was taken
+        assert given == []

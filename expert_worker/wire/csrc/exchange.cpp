@@ -161,7 +161,36 @@ bool all_finite(const float* values, int64_t count) {
 
 }  // namespace
 
-EXPORT int32_t evrun_exchange_abi() { return 2; }
+// A worker's progress record (heartbeat.Heart); others read it meanwhile, so each word is one store.
+struct Record {
+  int64_t incarnation, pid, state, progress, layer, sequence, calls, at_ns;
+};
+
+// One token's call as a lane's native function gets it: kernels/native/csrc/one_token.cpp has the same structure.
+struct OneToken {
+  int64_t layer, count;
+  const int32_t* experts;
+  const void* x;
+  const int32_t* ids;
+  const float* weights;
+  void* out;
+  void (*beat)(void*);  // shows progress during a long call
+  void* record;
+};
+
+// Serves calls of one token without Python (exchange.Turn). `compute` gives the rows computed; negative: this call needs
+// the lane's Python, which does it from the start.
+struct Turn {
+  int64_t (*compute)(void* lane, const OneToken* call);
+  void* lane;
+  Record* record;
+  const char* slots;
+  int64_t slot_bytes, ids_at, weights_at, num_slots, num_experts;
+  void* out;
+  const int64_t* counters;
+};
+
+EXPORT int32_t evrun_exchange_abi() { return 3; }
 
 // batch: per call rank, incarnation, sequence, layer, slot, tokens, checksum, count, then count expert ids.
 EXPORT void evrun_submit(Rank* ranks, const int64_t* batch, int32_t calls) {
@@ -273,6 +302,53 @@ EXPORT void evrun_reply(Port* port, int64_t rows, int64_t checksum, double compu
   memcpy(port->reply->data, &body, sizeof body);
   publish(port->reply, sizeof body, port->reply_bell);
 }
+
+namespace {
+
+enum State { kReady = 1, kServing = 2 };  // heartbeat.STATES
+
+void store(int64_t& word, int64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELAXED); }
+
+void beat(void* memory) {
+  Record* record = static_cast<Record*>(memory);
+  store(record->progress, record->progress + 1);
+  store(record->at_ns, now_ns());
+}
+
+bool fits(const Turn& turn, const Port& port) {
+  if (port.tokens != 1 || port.checksum || port.slot < 0 || port.slot >= turn.num_slots || port.count < 1) return false;
+  for (int64_t i = 1; i < port.count; ++i)
+    if (port.experts[i - 1] >= port.experts[i]) return false;
+  return port.experts[0] >= 0 && port.experts[port.count - 1] < turn.num_experts;
+}
+
+}  // namespace
+
+// evrun_receive, but calls of one token are served on the way. kCallTaken: a call for Python.
+EXPORT int32_t evrun_serve(Port* port, const Turn* turn, int64_t spin_ns, int32_t timeout_ms) {
+  for (;;) {
+    const int32_t woken = evrun_receive(port, spin_ns, timeout_ms);
+    if (woken != kCallTaken || !fits(*turn, *port)) return woken;
+    Record* record = turn->record;
+    store(record->state, kServing);
+    store(record->layer, port->layer);
+    store(record->sequence, port->sequence);
+    beat(record);
+    const int64_t started = record->at_ns;
+    const char* slot = turn->slots + port->slot * turn->slot_bytes;
+    const OneToken call = {port->layer, port->count, port->experts, slot, reinterpret_cast<const int32_t*>(slot + turn->ids_at),
+                           reinterpret_cast<const float*>(slot + turn->weights_at), turn->out, beat, record};
+    const int64_t rows = turn->compute(turn->lane, &call);
+    if (rows < 0) return kCallTaken;
+    evrun_reply(port, rows, -1, static_cast<double>(now_ns() - started) * 1e-9, turn->counters);
+    store(record->state, kReady);
+    store(record->calls, record->calls + 1);
+    beat(record);
+  }
+}
+
+// A lane that computes nothing (`evrun bench ipc`): what is left is the way there and back.
+EXPORT int64_t evrun_empty_lane(void*, const OneToken* call) { return call->count; }
 
 // out[i] = parts[0][i] + parts[1][i] + ... in this order. Returns whether every sum is finite.
 EXPORT int32_t evrun_add_partials(const float* const* parts, int32_t n, int64_t count, float* out) {

@@ -186,7 +186,7 @@ void Engine::beat() {
     const auto now = std::chrono::steady_clock::now();
     if (now - beaten_ < std::chrono::milliseconds(20)) return;
     beaten_ = now;
-    call_->beat();
+    call_->beat(call_->record);
 }
 
 void Engine::prepare(int32_t token) {

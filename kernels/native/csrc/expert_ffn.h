@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define EVRUN_API __attribute__((visibility("default")))
-#define EVRUN_ABI 2
+#define EVRUN_ABI 3
 
 typedef struct evrun_engine evrun_engine;
 
@@ -43,7 +43,8 @@ typedef struct {
     int32_t exact;           // 0: out [tokens, H] fp32, overwritten; 1: out [pairs, H] activation dtype
     void *out;
     int64_t out_rows;
-    void (*beat)(void);      // null, or called on the calling thread about every 20 ms
+    void (*beat)(void *);    // null, or called on the calling thread about every 20 ms
+    void *record;            // what it is called with
 } evrun_call;
 
 typedef struct {
