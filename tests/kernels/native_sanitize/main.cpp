@@ -67,7 +67,7 @@ std::vector<uint8_t> run(const Shape &shape, int variant, int threads, bool quan
     for (Expert &e : experts) rows.push_back(e.row());
     std::vector<uint8_t> out(exact ? width * pairs * shape.hidden : sizeof(float) * shape.tokens * shape.hidden, 0xA5);
     evrun_call call = {x.data(), ids.data(), weights.data(), shape.tokens, slots, names.data(), rows.data(), count, exact, out.data(),
-                       exact ? pairs : shape.tokens, [] { ++beats; }};
+                       exact ? pairs : shape.tokens, [](void *) { ++beats; }, nullptr};
     evrun_fault fault = {};
     if (evrun_run(engine, &call, &fault) != pairs) std::abort();
 
