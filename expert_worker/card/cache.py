@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 
+from evrun.expert_worker.card.slot_table import Key, SlotTable
+
 WINDOW = 16
-Key = tuple[int, int]
 
 
 class CardCache:
-    """`slots`: rows that fit the budget; 0 turns the cache off."""
+    """`slots`: rows that fit the budget; 0 turns the cache off. `table` shows native code where they lie; what it used is taken
+    into account by `catch_up`."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, table: SlotTable) -> None:
+        self.slots, self.table = slots, table
         self._free = list(range(slots - 1, -1, -1))
         self._held: OrderedDict[Key, list[int]] = OrderedDict()
         """Least recently used first: [slot, uses]."""
@@ -28,6 +30,11 @@ class CardCache:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def catch_up(self) -> None:
+        """Count what native code used as if `find` had found it; to be called before anything else is asked."""
+        for key in self.table.take_used():
+            self.find(key)
 
     def find(self, key: Key) -> int | None:
         """The slot of a row that is on the card; counts a hit or a miss."""
@@ -47,17 +54,19 @@ class CardCache:
             victim = self._victim(protected)
             if victim is None:
                 return None
-            self._free.append(self._held.pop(victim)[0])
+            self.drop(victim)
             self.evictions += 1
         slot = self._free.pop()
         self._held[key] = [slot, 1]
+        self.table.put(key, slot)
         return slot
 
     def drop(self, key: Key) -> None:
-        """Forget a row whose bytes did not arrive."""
+        """Forget a row, if it is there."""
         entry = self._held.pop(key, None)
         if entry:
             self._free.append(entry[0])
+            self.table.remove(key)
 
     def _victim(self, protected: Container[Key]) -> Key | None:
         chosen: Key | None = None

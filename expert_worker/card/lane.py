@@ -143,7 +143,7 @@ class CardLane:
             raise DeviceError(f"rank {spec.rank}: {spec.device}: {error}; use --device cpu to do without this card") from error
         self.backend = f"{self._device.name} {self._kernel.name}"
         self.counts = self._ladder.counts
-        self.short: Short | None = None
+        self.short = self._without_python(config.row_bytes)
         slots = self._ladder.cache.slots
         log.info("card cache: %d rows, %.2f GiB", slots, slots * config.row_bytes / 2**30)
 
@@ -156,6 +156,7 @@ class CardLane:
         out: npt.NDArray[Any],
     ) -> int:  # fmt: skip
         """As CpuLane.compute. Raises RunError when the card fails: the process ends and is started again."""
+        self._ladder.cache.catch_up()
         try:
             slots = self._ladder.resident(layer, experts) if self._one and len(x) == 1 and len(experts) <= self._kernel.top_k else None
             if slots is not None:
@@ -292,6 +293,16 @@ class CardLane:
         except NativeLibraryError as error:
             log.warning("calls of one token take a longer way, about 0.1 ms each: %s", error)
             return None
+
+    def _without_python(self, row_bytes: int) -> Short | None:
+        """The short way as a worker serves it by itself (wire.link.ExpertPort.shorten)."""
+        if self._one is None:
+            return None
+        table, counts = self._ladder.cache.table, self.counts
+        notes = table.slots, table.used, table.num_used
+        counted = row_bytes, counts.address_of("card"), counts.address_of("cache hits")
+        out = self._reply_on_card + self._result_at
+        return self._one.resident(*notes, out, self._kernel.status_address, *counted, exact=self._combine == "exact")
 
     def _find_fault(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]

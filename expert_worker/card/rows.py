@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from evrun.expert_worker.card.cache import CardCache, Key
+from evrun.expert_worker.card.cache import CardCache
 from evrun.expert_worker.card.layout import RowLayout, lay_out, slot_bytes
 from evrun.expert_worker.card.rungs import Arena, Registered
+from evrun.expert_worker.card.slot_table import Key, SlotTable
 from evrun.expert_worker.counts import Counts
 from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
@@ -44,8 +45,9 @@ class CardRows:
         self._device, self._checkpoint = device, checkpoint
         self._row_bytes = checkpoint.config.row_bytes
         self._slot_bytes = slot_bytes(self._row_bytes)
-        all_rows = checkpoint.config.num_hidden_layers * checkpoint.config.n_routed_experts
-        self.cache = CardCache(min(max(0, cache_bytes) // self._slot_bytes, all_rows))
+        layers, experts = checkpoint.config.num_hidden_layers, checkpoint.config.n_routed_experts
+        slots = min(max(0, cache_bytes) // self._slot_bytes, layers * experts)
+        self.cache = CardCache(slots, SlotTable(layers, experts))
         self._cache_memory = device.allocate(self.cache.slots * self._slot_bytes)
         self._staging_memory = device.allocate(staging_bytes(self._row_bytes))
         self.table = np.zeros((self.cache.slots + 2 * HALF, len(ROW_FIELDS)), np.uint64)

@@ -236,6 +236,11 @@ class CudaBackend:
         return min(self._blocks * 8, -(-channels // (8 * _THREADS)))
 
     @property
+    def status_address(self) -> int:
+        """Host address of the uint32 that `suspicious` looks at."""
+        return self._status.address
+
+    @property
     def suspicious(self) -> bool:
         """Whether `check` has something to say of a call that the stream has passed."""
         return self._status_word.value != 0

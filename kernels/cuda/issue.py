@@ -40,6 +40,24 @@ class _Card(ctypes.Structure):
     )
 
 
+class _Resident(ctypes.Structure):
+    _fields_ = (
+        ("card", ctypes.c_void_p),
+        ("slot_of", ctypes.c_void_p),
+        ("layers", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("used", ctypes.c_void_p),
+        ("num_used", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("out", ctypes.c_uint64),
+        ("status", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+        ("card_bytes", ctypes.c_void_p),
+        ("hits", ctypes.c_void_p),
+        ("exact", ctypes.c_int64),
+    )
+
+
 class _Pinned(Protocol):
     address: int
     device_address: int
@@ -68,7 +86,7 @@ class NativeIssue:
     ) -> None:  # fmt: skip
         loaded = library.load()
         try:
-            self._call = loaded.evrun_card_call
+            self._call, self._one_token = loaded.evrun_card_call, loaded.evrun_card_one_token
         except AttributeError:
             raise library.NativeLibraryError(f"{library.FILE_NAME} has no evrun_card_call: install again") from None
         self._parameters = single.new_parameters()
@@ -100,3 +118,29 @@ class NativeIssue:
         card, own_experts, own_slots = self._places
         done: int = self._call(card, x, ids, weights, own_experts, own_slots, count, out, exact)
         return done
+
+    def resident(
+        self, slot_of: npt.NDArray[np.int32], used: npt.NDArray[np.int32], num_used: npt.NDArray[np.int32], out: int, status: int,
+        row_bytes: int, card_bytes: int, hits: int, exact: bool,
+    ) -> ResidentIssue:  # fmt: skip
+        """The same for a worker that serves such calls without Python.
+
+        slot_of           [layers, experts] int32: where each row lies in `rows`, -1: nowhere
+        used, num_used    [n], [1] int32: rows used are noted there, layer * experts + expert; with no room left a call is refused
+        out               as in `call`; status: host address of the kernels' word
+        card_bytes, hits  addresses of int64: bytes and number of the rows that were used
+        """
+        fields = _Resident(
+            self._places[0], slot_of.ctypes.data, *slot_of.shape, used.ctypes.data, num_used.ctypes.data, len(used), out, status,
+            row_bytes, card_bytes, hits, exact,
+        )  # fmt: skip
+        return ResidentIssue(ctypes.cast(self._one_token, ctypes.c_void_p).value or 0, fields, (self, slot_of, used, num_used))
+
+
+class ResidentIssue:
+    """`function` and `lane` are addresses, as in kernels.api.OneToken: int64 function(lane, call), -1 for a call that it leaves
+    to others. Belongs to the thread that uses the card."""
+
+    def __init__(self, function: int, fields: ctypes.Structure, held: tuple[object, ...]) -> None:
+        self.function, self.lane = function, ctypes.addressof(fields)
+        self._held = fields, held

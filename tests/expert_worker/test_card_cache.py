@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from evrun.expert_worker.card.cache import CardCache
 from evrun.expert_worker.card.layout import lay_out, slot_bytes
+from evrun.expert_worker.card.slot_table import SlotTable
 
+LAYERS, EXPERTS = 4, 20
 keys = st.tuples(st.integers(0, 3), st.integers(0, 9))
 
 
 @given(st.integers(0, 6), st.lists(st.lists(keys, min_size=1, max_size=5, unique=True), max_size=40))
 def test_never_larger_than_asked_and_every_row_in_its_own_slot(slots: int, calls: list[list[tuple[int, int]]]) -> None:
-    cache = CardCache(slots)
+    cache = CardCache(slots, SlotTable(LAYERS, EXPERTS))
     where: dict[tuple[int, int], int] = {}
     for call in calls:
         used = set()
@@ -31,17 +33,39 @@ def test_never_larger_than_asked_and_every_row_in_its_own_slot(slots: int, calls
             used.add(slot)
         assert len(cache) <= slots
         assert all(k in cache for k in where)
+        table = cache.table.slots
+        assert {(layer, expert): int(table[layer, expert]) for layer, expert in np.argwhere(table >= 0).tolist()} == where
     assert cache.hits + cache.misses == sum(map(len, calls))
 
 
+@given(st.integers(1, 6), st.lists(keys, max_size=60))
+def test_what_native_code_used_counts_as_found(slots: int, calls: list[tuple[int, int]]) -> None:
+    """Two caches, one asked at every call, one that catches up before each row it has to bring in."""
+    asked, told = CardCache(slots, SlotTable(LAYERS, EXPERTS)), CardCache(slots, SlotTable(LAYERS, EXPERTS))
+    for key in calls:
+        if asked.find(key) is None:
+            told.catch_up()
+            assert told.find(key) is None
+            assert asked.admit(key, {key}) == told.admit(key, {key})
+        else:
+            table = told.table
+            assert table.slots[key] >= 0
+            table.used[table.num_used[0]] = key[0] * EXPERTS + key[1]
+            table.num_used[0] += 1
+        np.testing.assert_array_equal(asked.table.slots, told.table.slots)
+    told.catch_up()
+    assert (told.hits, told.misses, told.evictions) == (asked.hits, asked.misses, asked.evictions)
+    assert told.table.num_used[0] == 0
+
+
 def test_a_layers_expert_is_not_another_layers() -> None:
-    cache = CardCache(2)
+    cache = CardCache(2, SlotTable(LAYERS, EXPERTS))
     assert cache.admit((1, 5), set()) != cache.admit((2, 5), set())
     assert cache.find((3, 5)) is None
 
 
 def test_frequent_rows_outlive_recent_ones() -> None:
-    cache = CardCache(3)
+    cache = CardCache(3, SlotTable(LAYERS, EXPERTS))
     for key in ((0, 0), (0, 1), (0, 2)):
         cache.admit(key, set())
     for _ in range(5):
@@ -55,7 +79,7 @@ def test_frequent_rows_outlive_recent_ones() -> None:
 
 
 def test_rows_of_the_call_are_never_evicted_for_each_other() -> None:
-    cache = CardCache(2)
+    cache = CardCache(2, SlotTable(LAYERS, EXPERTS))
     call = {(0, 1), (0, 2), (0, 3)}
     assert cache.admit((0, 1), call) is not None
     assert cache.admit((0, 2), call) is not None

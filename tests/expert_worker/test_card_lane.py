@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from one_token_call import serve
 from test_cuda_emulated import CALLED, HOPPER, HostCard, HostStream
 
 from evrun.bench import card_rate
 from evrun.expert_worker.card import rungs
 from evrun.expert_worker.card.lane import CardLane
+from evrun.expert_worker.card.slot_table import CAPACITY
 from evrun.expert_worker.lane import CpuLane
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
@@ -244,6 +246,52 @@ def test_one_token_takes_the_native_way_and_gives_the_bits_of_the_other(
     np.testing.assert_array_equal(b.both(1, 1, some)[0], native)
 
 
+def token(b: Bench, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, ids and weights of the one token of `both`."""
+    config = b.checkpoint.config
+    random = np.random.default_rng(layer * 100 + 1)
+    x = (random.standard_normal((1, config.hidden_size)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    ids = random.permutation(config.n_routed_experts)[: config.num_experts_per_tok].astype(np.int32)[None]
+    return x, ids, random.uniform(0.1, 0.5, ids.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("combine", ["partial", "exact"])
+def test_a_worker_serves_resident_rows_without_python(bench: Any, combine: str) -> None:
+    b = bench(card_cache_bytes=-1, combine=combine)
+    x, ids, weights = token(b, 1)
+    some = sorted(b.drawn(1))
+    out = b.reply.rows(len(some)) if b.layout.exact else b.reply.partial(1)
+    assert serve(b.lane.short, 1, some, x, ids, weights, out) == -1  # nothing is on the card yet
+    b.both(1, 1, some)
+    expected, _ = b.both(1, 1, some)
+    card, hits = b.lane.counts["card"], b.lane.counts["cache hits"]
+    for number in range(1, 4):
+        out[...] = 0
+        assert serve(b.lane.short, 1, some, x, ids, weights, out) == len(some)
+        np.testing.assert_array_equal(out, expected)
+        assert b.lane.counts["card"] == card + number * len(some) * b.checkpoint.config.row_bytes
+        assert b.lane.counts["cache hits"] == hits + number * len(some)
+    for layer, experts in ((2, some), (1, [next(e for e in ALL if e not in some)]), (-1, some), (99, some)):
+        assert serve(b.lane.short, layer, experts, x, ids, weights, out) == -1
+    word = ctypes.c_uint32.from_address(b.lane._kernel.status_address)
+    word.value = 1  # the kernels found something
+    assert serve(b.lane.short, 1, some, x, ids, weights, out) == -1
+    word.value = 0
+    b.both(1, 1, some)
+    assert b.lane.counts["cache hits"] == hits + 4 * len(some)  # the cache took note of all of them
+
+
+def test_uses_that_nobody_took_note_of_send_a_call_to_python(bench: Any) -> None:
+    b = bench(card_cache_bytes=-1)
+    x, ids, weights = token(b, 1)
+    some = sorted(b.drawn(1))
+    b.both(1, 1, some)
+    answers = [serve(b.lane.short, 1, some, x, ids, weights, b.reply.partial(1)) for _ in range(CAPACITY // len(some) + 1)]
+    assert answers == [len(some)] * (CAPACITY // len(some)) + [-1]
+    b.both(1, 1, some)
+    assert serve(b.lane.short, 1, some, x, ids, weights, b.reply.partial(1)) == len(some)
+
+
 def test_one_token_with_more_experts_than_it_draws(bench: Any) -> None:
     b = bench(card_cache_bytes=-1)
     first, _ = b.both(3, 1, ALL)
@@ -321,7 +369,6 @@ def test_a_card_that_is_not_there_is_a_device_error(bench: Any) -> None:
     b = bench()
     with pytest.raises(DeviceError, match="GPU-x: card GPU-x is not visible"):
         CardLane(b.spec, b.checkpoint, b.reply, lambda: None, missing)
-
 
 
 @pytest.mark.parametrize("refuses", [(), (REGISTER_PORTABLE | REGISTER_READ_ONLY, REGISTER_PORTABLE)])

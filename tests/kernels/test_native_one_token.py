@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from typing import Any
 
 import native_cases as cases
-import numpy as np
 import pytest
+from one_token_call import RECORD, serve
 
-from evrun.kernels.api import Dtype, FfnShape, Row
-from evrun.kernels.native.one_token import OneToken
+from evrun.kernels.api import Dtype, FfnShape, OneToken, Row
 
 LAYERS, LAYER, EXPERTS, ROW_BYTES = 3, 1, 6, 1000
 
 
-class Call(ctypes.Structure):
-    """exchange.cpp's OneToken."""
-
-    _fields_ = (
-        ("layer", ctypes.c_int64), ("count", ctypes.c_int64), ("experts", ctypes.c_void_p), ("x", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p), ("weights", ctypes.c_void_p), ("out", ctypes.c_void_p), ("beat", ctypes.c_void_p),
-        ("record", ctypes.c_void_p),
-    )  # fmt: skip
-
-
-def serve(short: OneToken, case: cases.Case, out: cases.Array, layer: int = LAYER, beat: Callable[[int | None], None] | None = None) -> int:
-    """The function's answer to the case's one token."""
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(short.function)
-    experts = np.array(case.experts, np.int32)
-    progress = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(beat or (lambda record: None))
-    places = [a.ctypes.data for a in (experts, case.x, case.ids, case.weights, out)]
-    call = Call(layer, len(experts), *places, ctypes.cast(progress, ctypes.c_void_p), 4711)
-    return int(function(short.lane, ctypes.addressof(call)))
+def answer(short: OneToken, case: cases.Case, out: cases.Array, layer: int = LAYER, **more: Any) -> int:
+    return serve(short, layer, case.experts, case.x, case.ids, case.weights, out, **more)
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)
@@ -45,12 +28,12 @@ def test_the_bits_are_those_of_the_backend(variant: str, dtype: Dtype, combine: 
     read = ctypes.c_int64(5)
     short = backend.one_token(LAYERS, EXPERTS, ROW_BYTES, combine == "exact", ctypes.addressof(read))
     for expert, row in zip(case.experts, case.rows, strict=True):
-        assert serve(short, case, case.out(combine)) == -1  # not all rows are known yet
+        assert answer(short, case, case.out(combine)) == -1  # not all rows are known yet
         short.learn(LAYER, expert, row)
     assert read.value == 5
     for number in range(1, 4):
         out = case.out(combine)
-        assert serve(short, case, out) == case.pairs
+        assert answer(short, case, out) == case.pairs
         assert (out == expected).all()
         assert read.value == 5 + number * EXPERTS * ROW_BYTES
 
@@ -62,9 +45,9 @@ def test_layers_have_rows_of_their_own() -> None:
     short = backend.one_token(LAYERS, EXPERTS, ROW_BYTES, False, ctypes.addressof(read))
     for expert, row in zip(case.experts, case.rows, strict=True):
         short.learn(LAYER, expert, row)
-    assert serve(short, case, case.out("partial")) == case.pairs
+    assert answer(short, case, case.out("partial")) == case.pairs
     for layer in (-1, LAYER - 1, LAYER + 1, LAYERS):
-        assert serve(short, case, case.out("partial"), layer) == -1
+        assert answer(short, case, case.out("partial"), layer) == -1
 
 
 def test_a_bad_scale_is_left_to_the_backend() -> None:
@@ -77,7 +60,7 @@ def test_a_bad_scale_is_left_to_the_backend() -> None:
     short = backend.one_token(LAYERS, EXPERTS, ROW_BYTES, False, ctypes.addressof(read))
     for expert, row in zip(case.experts, case.rows, strict=True):
         short.learn(LAYER, expert, row)
-    assert serve(short, case, case.out("partial")) == -1
+    assert answer(short, case, case.out("partial")) == -1
     assert read.value == 0
 
 
@@ -89,9 +72,9 @@ def test_a_long_call_shows_progress_to_its_record() -> None:
     for expert, row in zip(case.experts, case.rows, strict=True):
         short.learn(LAYER, expert, row)
     seen: list[int | None] = []
-    assert serve(short, case, case.out("partial"), beat=seen.append) == EXPERTS
+    assert answer(short, case, case.out("partial"), beat=seen.append) == EXPERTS
     assert seen
-    assert set(seen) == {4711}
+    assert set(seen) == {RECORD}
 
 
 def test_a_closed_backend_has_none() -> None:

@@ -116,6 +116,31 @@ int wait(const Card &card) {
     return card.synchronize(card.stream);
 }
 
+constexpr int kMostExperts = 64;
+
+struct Call {  // exchange.cpp's OneToken
+    int64_t layer, count;
+    const int32_t *experts;
+    const void *x;
+    const int32_t *ids;
+    const float *weights;
+    void *out;
+    void (*beat)(void *);
+    void *record;
+};
+
+struct Resident {  // issue.ResidentIssue
+    const Card *card;
+    const int32_t *slot_of;  // [layers, experts]; -1: not on the card
+    int64_t layers, experts;
+    int32_t *used, *num_used;  // rows that calls used, layer * experts + expert, since Python last took note
+    int64_t capacity;          // of used
+    uint64_t out;
+    const volatile uint32_t *status;  // not 0: the kernels found something
+    int64_t row_bytes, *card_bytes, *hits;
+    int64_t exact;
+};
+
 }  // namespace
 
 // One token's call for `count` experts, ascending, whose rows lie on the card in these slots; those that the token does not
@@ -128,4 +153,23 @@ EXPORT int32_t evrun_card_call(const Card *card, const void *x, const int32_t *i
     if (drawn < 0) return drawn;
     error = wait(*card);
     return error ? -error : drawn;
+}
+
+// A worker's call of one token whose rows all lie on the card (expert_worker/wire/csrc/exchange.cpp). Rows computed; -1 when
+// the call needs the lane's Python: a row that is not there, no expert drawn, anything the kernels or the driver say, no room
+// to note what was used.
+EXPORT int64_t evrun_card_one_token(void *memory, const Call *call) {
+    const Resident &lane = *static_cast<Resident *>(memory);
+    if (call->layer < 0 || call->layer >= lane.layers || call->count > kMostExperts || *lane.num_used + call->count > lane.capacity) return -1;
+    int32_t slots[kMostExperts];
+    const int64_t first = call->layer * lane.experts;
+    for (int64_t i = 0; i < call->count; ++i)
+        if ((slots[i] = lane.slot_of[first + call->experts[i]]) < 0) return -1;
+    const int32_t drawn = evrun_card_call(lane.card, call->x, call->ids, call->weights, call->experts, slots,
+                                          static_cast<int32_t>(call->count), lane.out, static_cast<int32_t>(lane.exact));
+    if (drawn <= 0 || *lane.status) return -1;
+    for (int64_t i = 0; i < call->count; ++i) lane.used[(*lane.num_used)++] = static_cast<int32_t>(first + call->experts[i]);
+    *lane.card_bytes += call->count * lane.row_bytes;
+    *lane.hits += call->count;
+    return drawn;
 }
