@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from evrun.expert_worker.wire.errors import UsageError
+from evrun.launch import nodes
+from evrun.launch.nodes import parse_cpu_list
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 62
@@ -32,6 +34,8 @@ class Card:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
+    node: int | None = None
+    """Memory node next to which it hangs, where the system says so."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Machine:
     memory_bytes: int = 0
     """What may still be pinned: free memory, control groups and `ulimit -l` taken into account."""
     memory_note: str = ""
+    core_nodes: tuple[int | None, ...] = ()
+    """Memory node of each core; empty where the system knows none."""
 
 
 def look(env: Mapping[str, str]) -> Machine:
@@ -62,7 +68,9 @@ def look(env: Mapping[str, str]) -> Machine:
     cores = usable_cores(physical_cores(mask), quota)
     note = f"{len(mask)} CPUs in the affinity mask, quota {'none' if quota is None else f'{quota:g} CPUs'}"
     memory_bytes, memory_note = lockable_memory_bytes()
-    return Machine(tuple(cards), reason, tuple(cores), note, memory_bytes, memory_note)
+    node_of = {cpu: node for node, cpus in nodes.cpus_by_node().items() for cpu in cpus}
+    core_nodes = tuple(node_of.get(core[0]) for core in cores) if node_of else ()
+    return Machine(tuple(cards), reason, tuple(cores), note, memory_bytes, memory_note, core_nodes)
 
 
 def find_cards() -> tuple[list[Card], str]:
@@ -90,7 +98,9 @@ def _card(nvml: Any, index: int) -> Card:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
-    return Card(index, _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), int(memory), (int(major), int(minor)))
+    node = nodes.node_of(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    return Card(index, uuid, name, int(memory), (int(major), int(minor)), node)
 
 
 def _text(value: str | bytes) -> str:
@@ -125,15 +135,6 @@ def physical_cores(mask: list[int], root: Path = ROOT) -> list[tuple[int, ...]]:
             siblings = frozenset({cpu})
         cores.setdefault(siblings, []).append(cpu)
     return [tuple(cpus) for cpus in cores.values()]
-
-
-def parse_cpu_list(text: str) -> list[int]:
-    """`0-2,8` -> [0, 1, 2, 8]. Raises ValueError."""
-    cpus: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.extend(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def usable_cores(cores: list[tuple[int, ...]], quota: float | None) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.errors import DeviceError, UsageError
 from evrun.expert_worker.wire.slots import SlotLayout
 from evrun.launch.config import RUNGS, RequestConfig, RunConfig
+from evrun.launch.cores import coordinator_cores, describe_shares, divide_cores
 from evrun.launch.devices import Card, Machine
 from evrun.launch.faults import Fault
 
@@ -200,7 +201,9 @@ def make_plan(
     placed = [device_for_rank(rank, config, machine.cards, machine.no_card, unfit or {}) for rank in range(world)]
     on_cards = sum(device != "cpu" for device, _ in placed)
     own = coordinator_cores(len(machine.cores), on_cards == world)
-    shares, shared_note = divide_cores(machine.cores, world, own)
+    nodes = {f"cuda:{card.uuid}": card.node for card in machine.cards}
+    wanted = [nodes.get(device) for device, _ in placed]
+    shares, shared_note = divide_cores(machine.cores, world, own, machine.core_nodes, wanted)
     ranks = tuple(_seat(device, cause, share) for (device, cause), share in zip(placed, shares[1:], strict=True))
     for rank, seat in enumerate(ranks):
         if config.require is not None and seat.device == "cpu" and falls_short(CPU_RUNG, config.require):
@@ -297,38 +300,6 @@ def falls_short(rung: str, required: str) -> bool:
     return rung not in RUNGS or RUNGS.index(rung) > RUNGS.index(required)
 
 
-def divide_cores(cores: Sequence[tuple[int, ...]], world: int, own: int) -> tuple[list[list[tuple[int, ...]]], str]:
-    """(cores of the coordinator and of each rank, a remark).
-
-    own  cores of the coordinator. The sums of its dense tree depend on the number of its threads, so this must not depend on
-         the world: else no two worlds would print the same bytes
-    The ranks get equal shares of the rest, what is left over one each from the first on. With fewer cores than ranks each
-    gets one, in turn, so that no process has more threads than cores.
-    """
-    rest = cores[own:]
-    if len(rest) < world:
-        ranks = [[cores[(i + 1) % len(cores)]] for i in range(world)]
-        return [list(cores[:own]), *ranks], f"; {world + 1} processes share {len(cores)} core(s)"
-    each, left = divmod(len(rest), world)
-    shares, start = [list(cores[:own])], own
-    for i in range(world):
-        end = start + each + (i < left)
-        shares.append(list(cores[start:end]))
-        start = end
-    return shares, ""
-
-
-def coordinator_cores(cores: int, on_cards: bool) -> int:
-    """How many of the cores the dense tree gets, whatever the world: half where cards compute the experts, else a quarter."""
-    return max(1, cores // (2 if on_cards else 4))
-
-
-def describe_shares(shares: Sequence[Sequence[tuple[int, ...]]]) -> str:
-    """`coordinator 0-1, rank 0: 2, ...` by each core's first CPU."""
-    named = [_ranges([core[0] for core in share]) for share in shares]
-    return ", ".join([f"coordinator {named[0]}", *(f"rank {rank}: {cpus}" for rank, cpus in enumerate(named[1:]))])
-
-
 def describe_deadlines(config: RunConfig) -> str:
     start, first = f"start {config.start_timeout:g} s", f"first call {config.first_call_timeout:g} s"
     return f"deadlines without progress: {start}, {first}, stall {config.stall_timeout:g} s, kill {config.kill_timeout:g} s"
@@ -343,14 +314,3 @@ def _seat(device: str, cause: str, share: Sequence[tuple[int, ...]]) -> Seat:
     """One CPU of each core comes first: thread i of a kernel is pinned to the i-th."""
     threads = range(max(map(len, share)))
     return Seat(device, cause, tuple(core[i] for i in threads for core in share if i < len(core)), len(share))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2,5`."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and n == parts[-1][-1] + 1:
-            parts[-1].append(n)
-        else:
-            parts.append([n])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

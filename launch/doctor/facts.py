@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evrun.kernels import registry
-from evrun.launch.devices import ROOT, Machine, available_memory_bytes, cpu_quota, memory_limit_bytes, parse_cpu_list
+from evrun.launch import nodes
+from evrun.launch.devices import ROOT, Machine, available_memory_bytes, cpu_quota, memory_limit_bytes
 
 PACKAGES = ("evrun", "torch", "numpy", "pyzmq", "safetensors", "tokenizers", "nvidia-ml-py", "nvidia-cuda-nvrtc")
 Facts = dict[str, Any]
@@ -63,7 +64,7 @@ def _card(nvml: Any, index: int) -> Facts:
         "link_width": ask("nvmlDeviceGetMaxPcieLinkWidth"),
         "link_generation_now": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
         "link_width_now": ask("nvmlDeviceGetCurrPcieLinkWidth"),
-        "numa_node": bus and numa_node_of(_text(bus.busId)),
+        "numa_node": bus and nodes.node_of(_text(bus.busId)),
     }
 
 
@@ -78,16 +79,6 @@ def driver_version() -> str | None:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def numa_node_of(bus_id: str, root: Path = ROOT) -> int | None:
-    """Node of a PCI device by its bus id, as NVML writes it (`00000000:3B:00.0`). None: the system does not say."""
-    domain, _, rest = bus_id.lower().partition(":")
-    try:
-        node = int((root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def mps(env: Mapping[str, str]) -> Facts:
@@ -127,17 +118,15 @@ def kernels() -> list[Facts]:
 
 def numa_nodes(root: Path = ROOT) -> list[Facts]:
     """CPUs and memory of every node; empty where the kernel knows none."""
-    nodes = []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
+    found = []
+    for node, cpus in nodes.cpus_by_node(root).items():
         try:
-            cpus = parse_cpu_list((folder / "cpulist").read_text())
-            lines = [line.split() for line in (folder / "meminfo").read_text().splitlines()]
-        except (OSError, ValueError):
+            lines = [line.split() for line in (root / f"sys/devices/system/node/node{node}/meminfo").read_text().splitlines()]
+        except OSError:
             continue
         sizes = {line[2].rstrip(":"): int(line[3]) * 1024 for line in lines if len(line) > 3}
-        free = sizes.get("MemFree")
-        nodes.append({"node": int(folder.name[4:]), "cpus": cpus, "memory_bytes": sizes.get("MemTotal"), "free_bytes": free})
-    return nodes
+        found.append({"node": node, "cpus": cpus, "memory_bytes": sizes.get("MemTotal"), "free_bytes": sizes.get("MemFree")})
+    return found
 
 
 def memory(root: Path = ROOT) -> Facts:

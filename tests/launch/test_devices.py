@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from evrun.expert_worker.wire.errors import UsageError
 from evrun.launch import devices
-from evrun.launch.devices import Card, available_memory_bytes, cpu_quota, parse_cpu_list, physical_cores, usable_cores, visible_cards
+from evrun.launch.devices import Card, available_memory_bytes, cpu_quota, physical_cores, usable_cores, visible_cards
+from evrun.launch.nodes import parse_cpu_list
 
 CARDS = [Card(i, f"GPU-{uuid}", "H", 1, (9, 0)) for i, uuid in enumerate(("abcd", "abff", "0123"))]
 
@@ -47,6 +48,7 @@ def test_cards_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetMemoryInfo=lambda h: SimpleNamespace(total=5),
         nvmlDeviceGetUUID=lambda h: f"GPU-{h}".encode(),
         nvmlDeviceGetName=lambda h: "card",
+        nvmlDeviceGetPciInfo=lambda h: SimpleNamespace(busId=f"00000000:F{h}:1F.7".encode()),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(devices.os.path, "exists", lambda path: True)

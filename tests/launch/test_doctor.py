@@ -17,7 +17,7 @@ import pytest
 
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import RunError
-from evrun.launch import cli, devices
+from evrun.launch import cli, devices, nodes
 from evrun.launch.config import RunConfig
 from evrun.launch.devices import Card, Machine
 from evrun.launch.doctor import facts, predict, rates, residency
@@ -195,8 +195,8 @@ def test_numa_of_a_card_and_of_the_machine(tmp_path: Path) -> None:
     device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
     device.mkdir(parents=True)
     (device / "numa_node").write_text("1\n")
-    assert facts.numa_node_of("00000000:3B:00.0", tmp_path) == 1
-    assert facts.numa_node_of("00000000:3C:00.0", tmp_path) is None
+    assert nodes.node_of("00000000:3B:00.0", tmp_path) == 1
+    assert nodes.node_of("00000000:3C:00.0", tmp_path) is None
     node = tmp_path / "sys/devices/system/node/node0"
     node.mkdir(parents=True)
     (node / "cpulist").write_text("0-2\n")

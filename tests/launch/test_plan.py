@@ -15,6 +15,7 @@ from evrun.expert_worker.spec import WorkerSpec
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig, load_config
 from evrun.expert_worker.wire.errors import DeviceError, UsageError
 from evrun.launch.config import RUNGS, RequestConfig, RunConfig
+from evrun.launch.cores import coordinator_cores, divide_cores
 from evrun.launch.devices import Card, Machine
 from evrun.launch.plan import (
     Plan,
@@ -22,8 +23,6 @@ from evrun.launch.plan import (
     cards_wanted,
     check_request,
     context_limit,
-    coordinator_cores,
-    divide_cores,
     falls_short,
     faults_for,
     make_plan,
@@ -145,6 +144,38 @@ def test_cores_are_divided_and_never_oversubscribed(cores: int, world: int, on_c
         loads = [sum((2 * c, 2 * c + 1) in share for share in shares[1:]) for c in range(cores)]
         assert max(loads) - min(loads) <= 1
         assert f"{world + 1} processes share {cores} core(s)" in remark
+
+
+@given(
+    nodes=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    wanted=st.lists(st.none() | st.integers(0, 3), min_size=1, max_size=8),
+    own=st.integers(1, 20),
+)
+def test_workers_sit_beside_their_cards(nodes: list[int], wanted: list[int | None], own: int) -> None:
+    cores, world, own = [(i,) for i in range(len(nodes))], len(wanted), min(own, len(nodes))
+    plain, _ = divide_cores(cores, world, own)
+    shares, remark = divide_cores(cores, world, own, nodes, wanted)
+    assert list(map(len, shares)) == list(map(len, plain))
+    if "share" in remark or not remark:
+        assert shares == plain
+        return
+    assert sorted(core for share in shares for core in share) == cores
+    workers = list(zip(shares[1:], wanted, strict=True))
+    for node in set(nodes):
+        asked = sum(len(share) for share, want in workers if want == node)
+        near = sum(nodes[core] == node for share, want in workers if want == node for (core,) in share)
+        assert near >= min(asked, nodes.count(node))
+    far = {r for r, (share, want) in enumerate(workers) if want is not None and any(nodes[core] != want for (core,) in share)}
+    assert {int(word) for word in remark.replace(",", "").split() if word.isdigit()} == far
+
+
+def test_the_plan_knows_the_nodes_of_cards_and_cores() -> None:
+    cards = tuple(dataclasses.replace(card, node=1 - card.index) for card in CARDS)
+    two = dataclasses.replace(machine(cards), core_nodes=(0, 0, 0, 0, 1, 1, 1, 1))
+    made = plan(two, world=2)
+    assert [seat.cpus for seat in (made.coordinator, *made.ranks)] == [(2, 3, 6, 7), (4, 5), (0, 1)]
+    assert any("workers beside their cards" in note for note in made.notes)
+    assert [seat.cpus for seat in plan(dataclasses.replace(two, core_nodes=()), world=2).ranks] == [(4, 5), (6, 7)]
 
 
 def test_hyperthreads_are_pinned_to_but_not_counted() -> None:
