@@ -1,7 +1,7 @@
 """Kernel backends by name: of CPU workers, and of cards. A module is imported when it is asked for, never before.
 
 A backend module has probe() -> None or the reason it cannot run here. A CPU's has create(...) -> kernels.api.CpuBackend;
-a card's has CompilingDevice(uuid) and create_on(device, ...), whose result works like cuda.backend.CudaBackend.
+a card's has CompilingDevice(uuid) and create_on(device, ...), whose result is a card_backend.CardBackend.
 """
 
 from __future__ import annotations

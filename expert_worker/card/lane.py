@@ -29,8 +29,8 @@ from evrun.expert_worker.wire.link import Short
 from evrun.expert_worker.wire.slots import ReplyMemory
 from evrun.kernels import cuda, registry
 from evrun.kernels.api import BadScaleError, Combine, FfnShape
+from evrun.kernels.card_backend import CardBackend
 from evrun.kernels.cuda import errors
-from evrun.kernels.cuda.backend import CudaBackend
 from evrun.kernels.cuda.driver import REGISTER_MAPPED, REGISTER_PORTABLE, Registration
 from evrun.kernels.cuda.issue import NativeIssue
 from evrun.kernels.cuda.params import ROW_BYTES
@@ -121,7 +121,7 @@ class CardLane:
         kernels = registry.card_module(spec.card_kernel)
         try:
             self._device: cuda.CompilingDevice = (open_card or kernels.CompilingDevice)(spec.device.partition(":")[2])
-            self._kernel: CudaBackend = kernels.create_on(  # or a sibling, which works like it
+            self._kernel: CardBackend = kernels.create_on(
                 self._device, shape, spec.prefill_chunk, config.num_experts_per_tok, Path(spec.cache_dir), config.n_routed_experts
             )
             beat()

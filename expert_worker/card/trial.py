@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from evrun.kernels import cuda, registry, self_test
 from evrun.kernels.api import FfnShape, Row
+from evrun.kernels.card_backend import CardBackend
 from evrun.kernels.cuda import errors
-from evrun.kernels.cuda.backend import CudaBackend
 
 MAX_TOKENS = self_test.TOKENS
 
@@ -28,7 +28,7 @@ MAX_TOKENS = self_test.TOKENS
 class Trial:
     """One row of the run's own size, brought to the card from ordinary memory."""
 
-    def __init__(self, device: cuda.CompilingDevice, kernel: CudaBackend, row: Row) -> None:
+    def __init__(self, device: cuda.CompilingDevice, kernel: CardBackend, row: Row) -> None:
         self._device, self._kernel = device, kernel
         self._stream = device.stream()
         self._held: list[Any] = []
@@ -69,7 +69,7 @@ class Trial:
         return int(memory.address)
 
 
-def self_test_of(device: cuda.CompilingDevice, kernel: CudaBackend) -> str | None:
+def self_test_of(device: cuda.CompilingDevice, kernel: CardBackend) -> str | None:
     """None, or what the kernels compute wrongly: one token, and several."""
     shape = kernel.shape
     row = self_test.random_row(shape)
