@@ -70,10 +70,10 @@ class BadScaleError(ValueError):
 
 
 class OneToken(Protocol):
-    """Calls of one token without Python, for a worker that serves them so. `function` and `lane` are addresses:
-    int64 function(void *lane, const OneToken *call), the structure of expert_worker/wire/csrc/exchange.cpp. It gives the rows
-    computed, or -1 for a call with a row that it has not learned and for one that fails: both are for `CpuBackend.call`.
-    Belongs to the thread that calls the backend, and ends with it."""
+    """Calls of one token without Python, for a worker that serves them so. `function` and `lane` are addresses: int64
+    function(void *lane, const OneToken *call), the structure of native/csrc/one_token.h. It gives the rows computed, or -1 for
+    a call with a row that it has not learned and for one that fails: both are for `CpuBackend.call`. Belongs to the thread that
+    calls the backend, and ends with it."""
 
     function: int
     lane: int

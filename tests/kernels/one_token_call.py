@@ -1,4 +1,4 @@
-"""A call as a worker that serves without Python hands it to a lane's native function (exchange.cpp, OneToken)."""
+"""A call as a worker that serves without Python hands it to a lane's native function (kernels/native/csrc/one_token.h)."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 //
 // Layout and meaning are those of cell_codec.py, which reads and writes the same bytes: whatever is not a plain answer to
 // what was asked is left in its cell for it. Memory belongs to the caller; nothing here allocates or keeps anything.
+#include "one_token.h"
+#include "spin.h"
+
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -41,20 +43,6 @@ void publish(Cell* cell, int64_t length, int bell) {
   __atomic_store_n(&cell->length, length, __ATOMIC_RELAXED);
   __atomic_store_n(&cell->turn, cell->turn + 1, __ATOMIC_RELEASE);
   eventfd_write(bell, 1);  // a full counter still rings
-}
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 void hush(int bell) {
@@ -166,22 +154,9 @@ struct Record {
   int64_t incarnation, pid, state, progress, layer, sequence, calls, at_ns;
 };
 
-// One token's call as a lane's native function gets it: kernels/native/csrc/one_token.cpp has the same structure.
-struct OneToken {
-  int64_t layer, count;
-  const int32_t* experts;
-  const void* x;
-  const int32_t* ids;
-  const float* weights;
-  void* out;
-  void (*beat)(void*);  // shows progress during a long call
-  void* record;
-};
-
-// Serves calls of one token without Python (exchange.Turn). `compute` gives the rows computed; negative: this call needs
-// the lane's Python, which does it from the start.
+// How calls of one token are served without Python (exchange.Turn).
 struct Turn {
-  int64_t (*compute)(void* lane, const OneToken* call);
+  int64_t (*compute)(void* lane, const OneToken* call);  // one_token.h
   void* lane;
   Record* record;
   const char* slots;

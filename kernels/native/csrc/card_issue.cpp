@@ -1,7 +1,8 @@
 // The issue of one token's call on a card without Python in between: copy the input, hand rows and weights to the launch,
 // wait. Links nothing of CUDA: the driver's functions come as addresses. Memory belongs to the caller; nothing here
 // allocates or keeps anything. The structures are those of kernels/cuda/issue.py and kernels/cuda/params.py.
-#include <time.h>
+#include "one_token.h"
+#include "spin.h"
 
 #include <cstdint>
 #include <cstring>
@@ -22,7 +23,7 @@ struct Drawn {
     int32_t unused;
 };
 
-struct OneToken {
+struct Launched {  // params.OneToken
     uint64_t x, out, status, act, arrivals;
     int32_t num_experts, first_place, exact, accumulate, byte, unused;
     Drawn drawn[1];
@@ -38,26 +39,12 @@ using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned,
 using CopyIn = int (*)(uint64_t, const void *, size_t, void *);
 using OfStream = int (*)(void *);
 
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__)
-    for (int i = 0; i < 8; ++i) __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    for (int i = 0; i < 8; ++i) asm volatile("yield");
-#endif
-}
-
 struct Card {  // issue.NativeIssue
     Launch launch;  // cooperative
     CopyIn copy_in;
     OfStream query, synchronize;
     void *stream;
-    OneToken *parameters;
+    Launched *parameters;
     const Kernel *kernels;  // those of few experts first
     const Row *rows;        // by slot
     void *pinned_x;
@@ -81,7 +68,7 @@ int32_t place_of(int32_t id, const int32_t *ids, int32_t top_k) {
 
 int32_t issue(const Card &card, const int32_t *ids, const float *weights, const int32_t *experts, const int32_t *slots, int32_t count,
               uint64_t out, int32_t exact) {
-    OneToken *one = card.parameters;
+    Launched *one = card.parameters;
     int32_t total = 0;
     for (int32_t e = 0; e < count; ++e) total += place_of(experts[e], ids, card.top_k) >= 0;
     const Kernel *kernel = card.kernels;
@@ -111,23 +98,12 @@ int wait(const Card &card) {
         const int error = card.query(card.stream);
         if (error != kNotReady) return error;
         if (now_ns() > until) break;
-        relax();
+        for (int i = 0; i < 8; ++i) relax();
     }
     return card.synchronize(card.stream);
 }
 
 constexpr int kMostExperts = 64;
-
-struct Call {  // exchange.cpp's OneToken
-    int64_t layer, count;
-    const int32_t *experts;
-    const void *x;
-    const int32_t *ids;
-    const float *weights;
-    void *out;
-    void (*beat)(void *);
-    void *record;
-};
 
 struct Resident {  // issue.ResidentIssue
     const Card *card;
@@ -144,7 +120,7 @@ struct Resident {  // issue.ResidentIssue
 }  // namespace
 
 // One token's call for `count` experts, ascending, whose rows lie on the card in these slots; those that the token does not
-// draw are left out. `out` as in OneToken. The number of experts drawn, or the driver's error as a negative number.
+// draw are left out. `out` as in params.OneToken. The number of experts drawn, or the driver's error as a negative number.
 EXPORT int32_t evrun_card_call(const Card *card, const void *x, const int32_t *ids, const float *weights, const int32_t *experts,
                                const int32_t *slots, int32_t count, uint64_t out, int32_t exact) {
     int error = load(*card, x);
@@ -155,10 +131,10 @@ EXPORT int32_t evrun_card_call(const Card *card, const void *x, const int32_t *i
     return error ? -error : drawn;
 }
 
-// A worker's call of one token whose rows all lie on the card (expert_worker/wire/csrc/exchange.cpp). Rows computed; -1 when
+// A worker's call of one token whose rows all lie on the card, without Python. Rows computed; -1 when
 // the call needs the lane's Python: a row that is not there, no expert drawn, anything the kernels or the driver say, no room
 // to note what was used.
-EXPORT int64_t evrun_card_one_token(void *memory, const Call *call) {
+EXPORT int64_t evrun_card_one_token(void *memory, const OneToken *call) {
     const Resident &lane = *static_cast<Resident *>(memory);
     if (call->layer < 0 || call->layer >= lane.layers || call->count > kMostExperts || *lane.num_used + call->count > lane.capacity) return -1;
     int32_t slots[kMostExperts];

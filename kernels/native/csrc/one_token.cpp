@@ -1,21 +1,11 @@
-// One token's call for a worker that serves it without Python (expert_worker/wire/csrc/exchange.cpp): rows by (layer, expert)
-// from a table that the lane fills as it meets them.
+// One token's call on the CPU without Python: rows by (layer, expert) from a table that the lane fills as it meets them.
+#include "one_token.h"
+
 #include "expert_ffn.h"
 
 namespace {
 
 constexpr int kMostExperts = 64;
-
-struct OneToken {  // exchange.cpp
-    int64_t layer, count;
-    const int32_t *experts;
-    const void *x;
-    const int32_t *ids;
-    const float *weights;
-    void *out;
-    void (*beat)(void *);
-    void *record;
-};
 
 struct Lane {  // one_token.OneToken
     evrun_engine *engine;
