@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-Deal = Callable[[Sequence[int], Sequence[int]], dict[int, list[int]]]
+Deal = Callable[[list[int], Sequence[int]], dict[int, list[int]]]
 
 
-def sorted_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int]]:
+def sorted_deal(experts: list[int], live: Sequence[int]) -> dict[int, list[int]]:
     """Round-robin over the live ranks: one token over four ranks gives 2, 2, 1, 1."""
     count = len(live)
-    return {rank: [*experts[place::count]] for place, rank in enumerate(live[: len(experts)])}
+    return {rank: experts[place::count] for place, rank in enumerate(live[: len(experts)])}
 
 
-def home_deal(experts: Sequence[int], live: Sequence[int]) -> dict[int, list[int]]:
+def home_deal(experts: list[int], live: Sequence[int]) -> dict[int, list[int]]:
     """An expert always goes to the same rank while the live ranks stay the same, so that a card cache can hit."""
     dealt: dict[int, list[int]] = {}
     for expert in experts:

@@ -88,7 +88,7 @@ class ExpertClient:
         """
         assert self._call is None, "one layer call at a time"
         assert self._sent is None, "one layer call at a time"
-        tokens = len(x)
+        tokens = x.shape[0]
         slot = self._turn = (self._turn + 1) % SLOTS
         if tokens == 1 and self._send(layer, slot, x, ids, weights):
             return self._finish

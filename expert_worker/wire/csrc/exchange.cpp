@@ -15,6 +15,13 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+// Sums element by element have the same bits in any width: take the widest that the processor has.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define ANY_WIDTH __attribute__((target_clones("avx2", "default")))
+#else
+#define ANY_WIDTH
+#endif
+
 namespace {
 
 constexpr int64_t kCall = 0x45565231, kPartial = 0x45565232;
@@ -122,7 +129,7 @@ void take(Rank* ranks, const int32_t* which, int32_t n) {
 }
 
 // out += row, widened.
-void add_row(const char* row, int64_t hidden, int64_t itemsize, float* out) {
+ANY_WIDTH void add_row(const char* row, int64_t hidden, int64_t itemsize, float* out) {
   if (itemsize == 4) {
     const float* from = reinterpret_cast<const float*>(row);
     for (int64_t h = 0; h < hidden; ++h) out[h] += from[h];
@@ -137,7 +144,11 @@ void add_row(const char* row, int64_t hidden, int64_t itemsize, float* out) {
   }
 }
 
-bool all_finite(const float* values, int64_t count) {
+ANY_WIDTH void add_floats(const float* from, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] += from[i];
+}
+
+ANY_WIDTH bool all_finite(const float* values, int64_t count) {
   uint32_t bad = 0;
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
@@ -333,10 +344,7 @@ EXPORT int32_t evrun_add_partials(const float* const* parts, int32_t n, int64_t 
     const int64_t size = count - start < kBlock ? count - start : kBlock;
     float* to = out + start;
     memcpy(to, parts[0] + start, size * sizeof(float));
-    for (int32_t p = 1; p < n; ++p) {
-      const float* from = parts[p] + start;
-      for (int64_t i = 0; i < size; ++i) to[i] += from[i];
-    }
+    for (int32_t p = 1; p < n; ++p) add_floats(parts[p] + start, size, to);
     good &= all_finite(to, size);
   }
   return good;
