@@ -13,6 +13,12 @@ SHARES = {"facts": 0.35, "stories": 0.28, "definitions": 0.14, "examples": 0.15,
 Encoded = dict[str, tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]]
 
 
+def shares(facts: float) -> dict[str, float]:
+    """SHARES with this share of facts."""
+    others = (1 - facts) / (1 - SHARES["facts"])
+    return {kind: facts if kind == "facts" else share * others for kind, share in SHARES.items()}
+
+
 def load(path: Path) -> Encoded:
     """Tokens and text boundaries of each kind, as `data.corpus` wrote them."""
     with np.load(path) as found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import math
 import time
@@ -31,6 +32,7 @@ from evrun.demo.data.facts import Question, load_questions
 from evrun.demo.export import export
 from evrun.demo.model import TrainingModel
 from evrun.demo.parameters import Parameters, start
+from evrun.demo.unpack import unpack
 
 BALANCE_WEIGHT = 0.003
 INDEX_WEIGHT = 0.1
@@ -54,6 +56,12 @@ class Options:
     seed: int
     pool: int
     """Tokens drawn at a time."""
+    unrounded: float
+    """Share of the steps whose activations are not rounded, as with `--numerics weights-only`."""
+    facts: float
+    """Share of the tokens that are facts; other kinds keep their proportions."""
+    dtype: str
+    """What values are rounded to between operations: bfloat16, or float32 where the processor has no bfloat16."""
 
 
 class Trainer:
@@ -132,18 +140,19 @@ def train(trainer: Trainer, texts: sampling.Encoded, options: Options, say: Call
     """Steps until the time is over, which does not count what is compiled before the first."""
     device = trainer.loads.device
     rng = np.random.default_rng(options.seed)
-    arithmetic = Arithmetic()
-    rows = torch.from_numpy(sampling.pool(texts, options.pool, options.length, rng)).to(device)
-    trainer.rehearse(rows[: options.batch].long(), arithmetic)
+    shares, dtype = sampling.shares(options.facts), getattr(torch, options.dtype)
+    rows = torch.from_numpy(sampling.pool(texts, options.pool, options.length, rng, shares)).to(device)
+    trainer.rehearse(rows[: options.batch].long(), Arithmetic(dtype))
     say("ready")
     began = time.monotonic()
     at, steps, said, seen = 0, 0, 0.0, 0
     losses: list[torch.Tensor] = []
     while (spent := time.monotonic() - began) < options.seconds:
         if at + options.batch > len(rows):
-            rows, at = torch.from_numpy(sampling.pool(texts, options.pool, options.length, rng)).to(device), 0
+            rows, at = torch.from_numpy(sampling.pool(texts, options.pool, options.length, rng, shares)).to(device), 0
         tokens = rows[at : at + options.batch].long()
         at += options.batch
+        arithmetic = Arithmetic(dtype, rounds_inputs=bool(rng.random() >= options.unrounded))
         losses.append(trainer.step(tokens, spent / options.seconds, arithmetic))
         steps += 1
         seen += options.batch * options.length
@@ -159,11 +168,12 @@ def train(trainer: Trainer, texts: sampling.Encoded, options: Options, say: Call
             said = spent
 
 
-def report(trainer: Trainer, held: sampling.Encoded, questions: list[Question], tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+def report(trainer: Trainer, held: sampling.Encoded, questions: list[Question], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
     """Right answers by kind, log-loss with and without packed experts, use of the experts, a few continuations."""
     model, p = trainer.model, {name: tensor.detach() for name, tensor in trainer.parameters.items()}
     found: dict[str, Any] = {}
-    variants = {"reference": Arithmetic(), "weights-only": Arithmetic(rounds_inputs=False)}
+    usual = Arithmetic(getattr(torch, options.dtype))
+    variants = {"reference": usual, "weights-only": dataclasses.replace(usual, rounds_inputs=False)}
     for name, arithmetic in variants.items():
         right = evaluate.right_answers(model, p, questions, tokenizer, arithmetic)
         counts: dict[str, list[int]] = {}
@@ -173,14 +183,15 @@ def report(trainer: Trainer, held: sampling.Encoded, questions: list[Question], 
             count[1] += 1
         found[f"right ({name})"] = counts
         found[f"wrong ({name})"] = [q.prompt for q, ok in zip(questions, right, strict=True) if not ok][:20]
-    rows = evaluate.held_out_rows(held, length)
-    found["held-out log-loss, packed"] = evaluate.log_loss(model, p, rows, Arithmetic())
-    found["held-out log-loss, experts unpacked"] = evaluate.log_loss(model, p, rows, Arithmetic(packs_experts=False))
-    found["held-out log-loss, nothing packed"] = evaluate.log_loss(model, p, rows, Arithmetic(packs_experts=False, packs_dense=False))
+    rows = evaluate.held_out_rows(held, options.length)
+    found["held-out log-loss, packed"] = evaluate.log_loss(model, p, rows, usual)
+    unpacked = dataclasses.replace(usual, packs_experts=False)
+    found["held-out log-loss, experts unpacked"] = evaluate.log_loss(model, p, rows, unpacked)
+    found["held-out log-loss, nothing packed"] = evaluate.log_loss(model, p, rows, dataclasses.replace(unpacked, packs_dense=False))
     share = trainer.loads * model.config.n_routed_experts
     found["load of the least and most used expert, 1 is even"] = [round(float(share.min()), 3), round(float(share.max()), 3)]
     prompts = [[model.config.bos_token_id, *tokenizer.encode(text).ids] for text in PROMPTS]
-    continued = evaluate.complete(model, p, prompts, 60, Arithmetic())
+    continued = evaluate.complete(model, p, prompts, 60, usual)
     found["continuations"] = [a + tokenizer.decode(ids) for a, ids in zip(PROMPTS, continued, strict=True)]
     return found
 
@@ -201,7 +212,9 @@ def save(parameters: Parameters, folder: Path) -> None:
 
 
 def restore(folder: Path) -> Parameters:
-    """What `save` wrote, fp32."""
+    """What `save` wrote, or the values of a checkpoint, fp32."""
+    if (folder / "config.json").is_file():
+        return unpack(folder)
     found: Parameters = {}
     for path in sorted(folder.glob("parameters-*.safetensors")):
         found |= {name: tensor.float() for name, tensor in load_file(path).items()}
@@ -226,15 +239,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pool", type=int, default=16_000_000)
+    parser.add_argument("--unrounded", type=float, default=0.0, help="share of the steps that do not round activations")
+    parser.add_argument("--facts", type=float, default=sampling.SHARES["facts"], help="share of the tokens that are facts")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--resume", type=Path, help="folder with the parameters of an earlier run")
+    parser.add_argument("--resume", type=Path, help="folder with the parameters of an earlier run, or a checkpoint")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = _options()
-    options = Options(asked.seconds, asked.batch, asked.length, asked.rate, asked.seed, asked.pool)
+    options = Options(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(Options)})
     asked.out.mkdir(parents=True, exist_ok=True)
     log = (asked.out / "train.log").open("a", encoding="utf-8")
 
@@ -258,7 +274,7 @@ def main() -> None:
     save(trainer.parameters, asked.out)
     say(f"{export(trainer.parameters, config, tokenizer, asked.out / 'checkpoint', force=True)} bytes of tensors")
     trainer.model = TrainingModel(config, ids)
-    found = report(trainer, sampling.load(asked.data / "held-out.npz"), load_questions(QUESTIONS), tokenizer, options.length)
+    found = report(trainer, sampling.load(asked.data / "held-out.npz"), load_questions(QUESTIONS), tokenizer, options)
     for name, value in found.items():
         say(f"{name}: {json.dumps(value, ensure_ascii=False, indent=1) if isinstance(value, list) else value}")
 

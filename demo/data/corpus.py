@@ -90,8 +90,11 @@ def split(texts: Mapping[str, Sequence[str]], seed: int) -> tuple[Texts, Texts]:
     return train, held
 
 
-def build(packages: Path, out: Path, seed: int = 0) -> None:
-    """Write tokenizer.json, train.npz and held-out.npz. Raises ValueError when an unseen phrasing is in the text."""
+def build(packages: Path, out: Path, known: Path | None = None, seed: int = 0) -> None:
+    """Write tokenizer.json, train.npz and held-out.npz. Raises ValueError when an unseen phrasing is in the text.
+
+    known  a tokenizer.json to keep to, for a model that is trained further
+    """
     texts = own_texts(seed) | package_texts(packages)
     train, held = split(texts, seed)
     seen = seen_phrasings(text for found in train.values() for text in found)
@@ -99,7 +102,7 @@ def build(packages: Path, out: Path, seed: int = 0) -> None:
         raise ValueError(f"the training text has {len(seen)} prompts that must be unseen, first {seen[0]!r}")
     # Facts are few and the rest is much: for the vocabulary they count several times, so that names become whole tokens.
     shown = [*train["facts"] * 3, *train["definitions"], *train["examples"], *train["almanac"], *train["stories"][:8000]]
-    tokenizer = train_tokenizer(shown)
+    tokenizer = Tokenizer.from_file(str(known)) if known else train_tokenizer(shown)
     out.mkdir(parents=True, exist_ok=True)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     for name, kinds in (("train", train), ("held-out", held)):
@@ -124,4 +127,4 @@ def write_questions(path: Path = QUESTIONS) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), Path(sys.argv[2]))
+    build(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)

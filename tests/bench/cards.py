@@ -58,6 +58,7 @@ STEPS = (
     Step("step", (*BENCH, "step", "--workers", "cuda:0", "--world", "1", "--json")),
     Step("demo", (*BENCH, "demo", "--workers", "cuda:0", "--deals", "sorted", "--json")),
     Step("kernel-triton", (*BENCH, "kernel", "--workers", "cuda:0", "--gpu-kernel", "triton", "--no-baseline", "--json")),
+    Step("kernel-split", (*BENCH, "kernel", "--workers", SHARED, "--tokens", "1", "--no-baseline", "--json")),
     Step("link", (*BENCH, "link", "--cards", "0", "--json")),
     Step("stage", (*BENCH, "stage", "--json")),
     Step(
@@ -66,7 +67,7 @@ STEPS = (
     ),
     Step("link-2", (*BENCH, "link", "--cards", "0,1", "--json"), 2),
     layer("layer-2", "cuda:0,cuda:1", "--tokens", "1,512", cards=2),
-    Step("kernel-split", (*BENCH, "kernel", "--workers", "cuda:0,cuda:1", "--tokens", "1", "--no-baseline", "--json"), 2),
+    Step("kernel-split-2", (*BENCH, "kernel", "--workers", "cuda:0,cuda:1", "--tokens", "1", "--no-baseline", "--json"), 2),
     Step("rescue-2", (*PYTEST, "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), 2, {"EVRUN_TEST_CARDS": "2"}),
 )  # fmt: skip
 

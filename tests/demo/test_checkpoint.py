@@ -1,13 +1,19 @@
 """The checkpoint that comes with the package: it is small, whole, and answers through real workers."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from runs import Evrun
+from tokenizers import Tokenizer
 
 from evrun.bench import demo as bench
 from evrun.demo.data import corpus
 from evrun.demo.data.facts import load_questions
+from evrun.demo.export import export
+from evrun.demo.parameters import start
+from evrun.demo.unpack import unpack
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.kernels import registry
 from evrun.launch import demo
@@ -34,7 +40,7 @@ def test_there_are_enough_questions_and_some_are_put_as_no_text_puts_them() -> N
     assert sum(any(q.prompt.startswith(begin) for q in CAPITALS) for begin in unseen) == len(unseen) >= 2
 
 
-def test_the_questions_are_those_of_the_tables(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_questions_are_those_of_the_tables(tmp_path: Path) -> None:
     corpus.write_questions(tmp_path / "questions.jsonl")
     assert (tmp_path / "questions.jsonl").read_text() == demo.questions().read_text()
 
@@ -52,6 +58,15 @@ def test_nearly_all_capitals_are_right(world: int, numerics: str, first: int | N
     case = bench.Case("cpu", registry.choose()[0], "sorted", world, numerics)
     (row,) = bench.run(demo.folder(), CAPITALS[:first], [case])
     assert row["capitals_right"] >= 0.95 * row["capitals"]  # type: ignore[operator]
+
+
+def test_a_checkpoint_unpacks_to_parameters_that_pack_to_it(tmp_path: Path) -> None:
+    config, build = Checkpoint.open(demo.folder()).config, Tokenizer.from_file(str(demo.folder() / "tokenizer.json"))
+    first = unpack(demo.folder())
+    export(first, config, build, tmp_path / "again")
+    again = unpack(tmp_path / "again")
+    assert first.keys() == again.keys() == start(config, 0).keys()
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
 
 
 def test_the_first_command_of_the_readme(evrun: Evrun) -> None:

@@ -48,7 +48,7 @@ def test_training_and_inference_give_the_same_logits(tmp_path, variant: str) -> 
 
 def trainer() -> train.Trainer:
     ids = np.arange(CONFIG.vocab_size, dtype=np.int32)
-    options = train.Options(seconds=1, batch=2, length=24, rate=3e-3, seed=0, pool=0)
+    options = train.Options(seconds=1, batch=2, length=24, rate=3e-3, seed=0, pool=0, unrounded=0.0, facts=0.3, dtype="bfloat16")
     return train.Trainer(TrainingModel(CONFIG, ids), start(CONFIG, 0), options, torch.device("cpu"))
 
 
