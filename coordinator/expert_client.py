@@ -72,6 +72,8 @@ class ExpertClient:
         self._one_sum, self._sum_address = self._sum[:1], self._sum.data_ptr()
         self._dtype = torch.bfloat16 if layout.itemsize == 2 else torch.float32
         self._x = [torch.from_numpy(fleet.calls.x(slot, layout.tokens)).view(self._dtype) for slot in range(SLOTS)]
+        self._token = layout.hidden, layout.top_k, layout.top_k
+        """Values of one token's activation, expert ids and route weights."""
         self._turn = 0
         self._call: LayerCall | None = None
         self._sent: tuple[int, int, torch.Tensor] | None = None
@@ -107,6 +109,8 @@ class ExpertClient:
     def _send(self, layer: int, slot: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
         """One token the short way, if it lies in this process as in a slot; whether it went."""
         if x.dtype != self._dtype or ids.dtype != torch.int32 or weights.dtype != torch.float32:
+            return False
+        if (x.numel(), ids.numel(), weights.numel()) != self._token:
             return False
         here = x.is_cpu and ids.is_cpu and weights.is_cpu
         if not (here and x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and (live := self._fleet.live())):

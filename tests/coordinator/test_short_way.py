@@ -154,6 +154,22 @@ def test_rows_that_are_not_laid_out_plainly_go_the_ordinary_way() -> None:
         assert c.sent == sent
 
 
+def test_a_token_of_another_size_is_never_sent() -> None:
+    with counted(2) as c:
+        c.token(0)
+        sent = c.sent
+        for x, ids, weights in (
+            (CASE.x[:1, 1:].contiguous(), CASE.ids[:1], CASE.weights[:1]),
+            (CASE.x[:1], CASE.ids[:1, 1:].contiguous(), CASE.weights[:1]),
+            (CASE.x[:1], CASE.ids[:1], CASE.weights[:1, 1:].contiguous()),
+        ):
+            with pytest.raises((RuntimeError, ValueError)):
+                c.herd.experts(LAYER, x, ids, weights)
+            c.herd.experts.abandon()
+        assert c.sent == sent
+        assert (c.token(0) == CASE.expected[:1]).all()
+
+
 def test_what_must_be_looked_at_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "TICK_S", 0.0)  # a look is always due
     with counted(2) as c:
