@@ -4,6 +4,8 @@ TORCH ?= torch
 VENV ?= .venv
 ROOMS = -p evrun.bench -p evrun.coordinator -p evrun.demo -p evrun.expert_worker -p evrun.kernels -p evrun.launch
 
+SLOW = slow and not gpu and not multi_gpu
+
 .PHONY: test again install check slow long native bench
 
 test: check
@@ -23,8 +25,12 @@ check: install
 	$(VENV)/bin/mypy --config-file pyproject.toml $(ROOMS)
 	$(VENV)/bin/python -c "from evrun.kernels import native; assert native.probe() is None, native.probe()"
 
+# Kernels are compiled two at a time; what has real processes runs alone.
 slow: install
-	$(VENV)/bin/pytest -m "slow and not gpu and not multi_gpu"
+	failed=0; \
+	$(VENV)/bin/pytest -m "$(SLOW)" -n 2 --dist loadfile tests/kernels tests/expert_worker || failed=1; \
+	$(VENV)/bin/pytest -m "$(SLOW)" --ignore tests/kernels --ignore tests/expert_worker || failed=1; \
+	exit $$failed
 
 long: install
 	$(VENV)/bin/pytest -m "long and not gpu"

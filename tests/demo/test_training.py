@@ -52,6 +52,7 @@ def trainer() -> train.Trainer:
     return train.Trainer(TrainingModel(CONFIG, ids), start(CONFIG, 0), options, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_steps_lower_the_loss_and_reach_every_parameter() -> None:
     taught = trainer()
     before = {name: value.detach().clone() for name, value in taught.parameters.items()}

@@ -52,7 +52,7 @@ def units_for(shape: FfnShape, limits: Limits) -> plan.Units:
 
 
 @needs_compiler
-@pytest.mark.parametrize("architecture", CARDS)
+@pytest.mark.parametrize("architecture", [pytest.param(name, marks=[pytest.mark.slow] * (name != "sm_75")) for name in CARDS])
 @pytest.mark.parametrize(
     ("numerics", "dtype"), [("reference", "bfloat16"), pytest.param("weights-only", "float32", marks=pytest.mark.slow)]
 )

@@ -65,6 +65,7 @@ def dumped(code: Code, what: str) -> str:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_machine_code_of_every_architecture() -> None:
     """The two largest kernels, all in one process of the compiler."""
     plans = [(plan_for(full_size(), limits), limits) for limits in CARDS.values()]

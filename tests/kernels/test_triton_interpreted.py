@@ -69,7 +69,7 @@ def test_whole_chunks(side: HostSide, numerics: Numerics, dtype: Dtype, tokens: 
     check_matches(maker(), side, shape_of(512, 256, numerics, dtype), tokens, held=held)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.long), 21])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.long), pytest.param(21, marks=pytest.mark.slow)])
 def test_companions(side: HostSide, tokens: int) -> None:
     check_companions(maker(), side, shape_of(64, 32), tokens)
 
