@@ -52,7 +52,13 @@ def test_the_same_seed_gives_the_same_texts() -> None:
 
 @pytest.mark.parametrize(
     ("world", "numerics", "first"),
-    [(4, "reference", 40), *(pytest.param(w, n, None, marks=pytest.mark.slow) for w in (1, 4) for n in ("reference", "weights-only"))],
+    [
+        (4, "reference", 40),
+        pytest.param(1, "reference", None, marks=pytest.mark.slow),
+        pytest.param(4, "weights-only", None, marks=pytest.mark.slow),
+        pytest.param(4, "reference", None, marks=pytest.mark.long),
+        pytest.param(1, "weights-only", None, marks=pytest.mark.long),
+    ],
 )
 def test_nearly_all_capitals_are_right(world: int, numerics: str, first: int | None) -> None:
     case = bench.Case("cpu", registry.choose()[0], "sorted", world, numerics)
