@@ -171,8 +171,8 @@ class Fleet:
         self._sent = None
         for number in sent.dealt:
             rank = self.ranks[number]
-            rank.last_layer, rank.answer = sent.layer, short.answers[number]
-            rank.calls += 1
+            rank.last_layer = sent.layer
+            self._settle(rank, short.answers[number])
         return {}
 
     def _unfold(self) -> dict[int, Piece]:
