@@ -326,9 +326,9 @@ EXPORT int32_t evrun_serve(Port* port, const Turn* turn, int64_t spin_ns, int32_
                            reinterpret_cast<const float*>(slot + turn->weights_at), turn->out, beat, record};
     const int64_t rows = turn->compute(turn->lane, &call);
     if (rows < 0) return kCallTaken;
+    store(record->calls, record->calls + 1);
     evrun_reply(port, rows, -1, static_cast<double>(now_ns() - started) * 1e-9, turn->counters);
     store(record->state, kReady);
-    store(record->calls, record->calls + 1);
     beat(record);
   }
 }
