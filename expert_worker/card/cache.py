@@ -21,6 +21,7 @@ class CardCache:
     def __init__(self, slots: int, table: SlotTable) -> None:
         self.slots, self.table = slots, table
         self._free = list(range(slots - 1, -1, -1))
+        table.num_free[0] = slots
         self._held: OrderedDict[Key, list[int]] = OrderedDict()
         """Least recently used first: [slot, uses]."""
         self.hits = self.misses = self.evictions = 0
@@ -31,13 +32,15 @@ class CardCache:
     def __len__(self) -> int:
         return len(self._held)
 
-    def catch_up(self) -> None:
-        """Count what native code used as if `find` had found it; to be called before anything else is asked."""
-        for key in self.table.take_used():
-            self.find(key)
+    def catch_up(self) -> list[Key]:
+        """Count what native code used as if `find` had been asked for it; to be called before anything else is asked.
+        Returns the rows that are not here: they were brought in for one call."""
+        return [key for key in self.table.take_used() if self.find(key) is None]
 
     def find(self, key: Key) -> int | None:
-        """The slot of a row that is on the card; counts a hit or a miss."""
+        """The slot of a row that is on the card; counts a hit or a miss, unless the cache is off."""
+        if not self.slots:
+            return None
         entry = self._held.get(key)
         if entry is None:
             self.misses += 1
@@ -57,6 +60,7 @@ class CardCache:
             self.drop(victim)
             self.evictions += 1
         slot = self._free.pop()
+        self.table.num_free[0] = len(self._free)
         self._held[key] = [slot, 1]
         self.table.put(key, slot)
         return slot
@@ -66,6 +70,7 @@ class CardCache:
         entry = self._held.pop(key, None)
         if entry:
             self._free.append(entry[0])
+            self.table.num_free[0] = len(self._free)
             self.table.remove(key)
 
     def _victim(self, protected: Container[Key]) -> Key | None:

@@ -156,7 +156,7 @@ class CardLane:
         out: npt.NDArray[Any],
     ) -> int:  # fmt: skip
         """As CpuLane.compute. Raises RunError when the card fails: the process ends and is started again."""
-        self._ladder.cache.catch_up()
+        self._ladder.catch_up()
         try:
             slots = self._ladder.resident(layer, experts) if self._one and len(x) == 1 and len(experts) <= self._kernel.top_k else None
             if slots is not None:
@@ -236,14 +236,14 @@ class CardLane:
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32],
         out: npt.NDArray[Any],
     ) -> int:  # fmt: skip
-        """`_issue` for one token: the rows of all its experts are asked for before its activations."""
+        """`_issue` for one token. Its activations go first: behind rows they would arrive last."""
         stream, target, exact = self._stream, self._target(out, 1), self._combine == "exact"
         routes = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
         protected = {(layer, e) for e in experts}
-        x_at = pairs = 0
+        x_at = self._inputs.write_x(x, stream)
+        pairs = 0
         for number, run in enumerate(self._ladder.cut(layer, experts, TAIL_OF_ONE)):
             slots = self._ladder.bring_in([(layer, e) for e in run], number, stream, protected)
-            x_at = x_at or self._inputs.write_x(x, stream)
             drawn = [(slot, routes[e]) for slot, e in zip(slots, run, strict=True) if e in routes]
             rows = self._ladder.table[[slot for slot, _ in drawn]]
             to = target + pairs * self._hidden * self._itemsize if exact else target
@@ -302,7 +302,8 @@ class CardLane:
         notes = table.slots, table.used, table.num_used
         counted = row_bytes, counts.address_of("card"), counts.address_of("cache hits")
         out = self._reply_on_card + self._result_at
-        return self._one.resident(*notes, out, self._kernel.status_address, *counted, exact=self._combine == "exact")
+        exact = self._combine == "exact"
+        return self._one.without_python(*notes, self._ladder.staging(), out, self._kernel.status_address, *counted, exact)
 
     def _find_fault(
         self, layer: int, experts: Sequence[int], x: npt.NDArray[Any], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]

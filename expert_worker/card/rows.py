@@ -12,11 +12,13 @@ from evrun.expert_worker.card.cache import CardCache
 from evrun.expert_worker.card.layout import RowLayout, lay_out, slot_bytes
 from evrun.expert_worker.card.rungs import Arena, Registered
 from evrun.expert_worker.card.slot_table import Key, SlotTable
+from evrun.expert_worker.card.source_table import SourceTable
 from evrun.expert_worker.counts import Counts
 from evrun.expert_worker.timeline import Part
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError
 from evrun.kernels.cuda.driver import Device, Event, Stream
+from evrun.kernels.cuda.issue import Staging
 from evrun.kernels.cuda.params import ROW_FIELDS
 
 HALF = 8
@@ -57,9 +59,10 @@ class CardRows:
         self._passed: list[Event | None] = [None, None]
         """Per half of the staging memory: recorded once the kernels have read it."""
         self._arrived = [device.event(), device.event()]
-        self._registered = Registered(device, checkpoint, pin_bytes, beat, self.copies.synchronize) if "registered" in rungs else None
+        self._registered = Registered(device, checkpoint, pin_bytes, beat, self._release) if "registered" in rungs else None
         self._arena = Arena(device, checkpoint, threads, beat) if "arena" in rungs else None
         self._layouts: dict[Key, RowLayout] = {}
+        self._sources = SourceTable(layers, experts)
         self.counts = Counts()
 
     @property
@@ -76,6 +79,20 @@ class CardRows:
                 self._registered = None
         if self._registered is None and self._arena is None:
             raise DeviceError("no rung below the card cache works on this machine; allow the arena rung")
+
+    def staging(self) -> Staging:
+        """For native code that brings in rows itself."""
+        memory = self._staging_memory.address, self._slot_bytes, self.cache.slots, 2 * HALF
+        return Staging(
+            self._sources.sources, self._sources.layouts, self.cache.table.num_free, self.copies, self._arrived, *memory,
+            self.counts.address_of("registered"), self.counts.address_of("cache misses") if self.cache.slots else 0,
+        )  # fmt: skip
+
+    def catch_up(self) -> None:
+        """Take note of what native code used; to be called before anything else is asked."""
+        for key in self.cache.catch_up():
+            if self._registered:
+                self._registered.touch(self._layout(key).copies[0].shard)
 
     def resident(self, layer: int, experts: Sequence[int]) -> list[int] | None:
         """The slots of rows that are all in the cache; None when one is not, and nothing has happened then."""
@@ -115,11 +132,11 @@ class CardRows:
         slots = []
         in_use = list({copy.shard for key in keys for copy in self._layout(key).copies})
         for key in keys:
-            slot = self.cache.find(key) if self.cache.slots else None
+            slot = self.cache.find(key)
             if slot is not None:
                 self.counts["card"] += self._row_bytes
             else:
-                slot = self.cache.admit(key, protected) if self.cache.slots else None
+                slot = self.cache.admit(key, protected)
                 if slot is None:
                     slot = self.cache.slots + half * HALF + staged
                     staged += 1
@@ -127,7 +144,7 @@ class CardRows:
                     if passed is not None:
                         self.copies.wait(passed)
                         self._passed[half] = None
-                self._copy(self._layout(key), slot, in_use)
+                self._copy(key, slot, in_use)
                 issued = True
             slots.append(slot)
         if issued:
@@ -160,7 +177,12 @@ class CardRows:
             found = self._layouts[key] = lay_out(self._checkpoint.expert(*key))
         return found
 
-    def _copy(self, layout: RowLayout, slot: int, in_use: Sequence[Path]) -> None:
+    def _release(self, shard: Path) -> None:
+        self.copies.synchronize()
+        self._sources.forget(shard)
+
+    def _copy(self, key: Key, slot: int, in_use: Sequence[Path]) -> None:
+        layout = self._layout(key)
         staged = slot - self.cache.slots
         base = self._cache_memory.address + slot * self._slot_bytes
         if staged >= 0:
@@ -170,6 +192,7 @@ class CardRows:
             address = self._registered.address(copy.shard, in_use) if self._registered else None
             if address is not None:
                 self._device.copy_in(base + copy.to, address + copy.offset, copy.size_bytes, self.copies)
+                self._sources.learn(key, layout, address)
                 self.counts["registered"] += copy.size_bytes
             else:
                 assert self._arena is not None, "a rung that serves every shard is always there"

@@ -35,15 +35,15 @@ class Registered:
 
     budget_bytes  most bytes registered at a time
     beat          called while a shard's pages are read in, which may take long when they are not in the page cache
-    drain         waits for copies that may still be under way; called before a shard is let go
+    release       called before a shard is let go: waits for copies that may still be under way
     """
 
     name = "registered"
 
     def __init__(
-        self, device: Device, checkpoint: Checkpoint, budget_bytes: int, beat: Callable[[], None], drain: Callable[[], None]
+        self, device: Device, checkpoint: Checkpoint, budget_bytes: int, beat: Callable[[], None], release: Callable[[Path], None]
     ) -> None:  # fmt: skip
-        self._device, self._checkpoint, self._beat, self._drain = device, checkpoint, beat, drain
+        self._device, self._checkpoint, self._beat, self._release = device, checkpoint, beat, release
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._shards: OrderedDict[Path, tuple[Registration, object, int]] = OrderedDict()
@@ -83,6 +83,11 @@ class Registered:
             return None
         return self._register(shard, size)
 
+    def touch(self, shard: Path) -> None:
+        """Native code copied from the shard."""
+        if shard in self._shards:
+            self._shards.move_to_end(shard)
+
     def close(self) -> None:
         for registration, _, _ in self._shards.values():
             registration.close()
@@ -93,7 +98,7 @@ class Registered:
             if self.used_bytes + size <= self.budget_bytes:
                 break
             if shard not in in_use:
-                self._drain()
+                self._release(shard)
                 registration, _, held = self._shards.pop(shard)
                 registration.close()
                 self.used_bytes -= held

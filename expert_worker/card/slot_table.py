@@ -18,6 +18,8 @@ class SlotTable:
         self.used = np.zeros(CAPACITY, np.int32)
         """[CAPACITY] layer * experts + expert of the rows used, oldest first."""
         self.num_used = np.zeros(1, np.int32)
+        self.num_free = np.zeros(1, np.int32)
+        """Slots that no row is in: while there are some, a row that is missing is Python's to bring in."""
         self._experts = experts
 
     def put(self, key: Key, slot: int) -> None:

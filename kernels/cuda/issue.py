@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,13 @@ import numpy.typing as npt
 from evrun.kernels.cuda.single import SingleToken
 from evrun.kernels.native import library
 
-_FUNCTIONS = ("cuLaunchCooperativeKernel", "cuMemcpyHtoDAsync_v2", "cuStreamQuery", "cuStreamSynchronize")
+_FUNCTIONS = (
+    "cuLaunchCooperativeKernel", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery", "cuStreamSynchronize",
+)  # fmt: skip
+PIECES = 2
+SOURCE = np.dtype([("address", np.uint64, PIECES), ("size_bytes", np.int32, PIECES), ("to", np.int32, PIECES), ("layout", np.int64)])
+"""A row in registered host memory: its pieces, and where they go in a slot; `layout`: where its tensors begin there. No size:
+no piece."""
 
 
 class _Kernel(ctypes.Structure):
@@ -30,7 +37,8 @@ class _Kernel(ctypes.Structure):
 
 class _Card(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("launch", "copy_in", "query", "synchronize", "stream", "parameters", "kernels", "rows")),
+        *((name, ctypes.c_void_p) for name in ("launch", "copy_in", "record", "wait_for", "query", "synchronize")),
+        *((name, ctypes.c_void_p) for name in ("stream", "parameters", "kernels", "rows")),
         ("pinned_x", ctypes.c_void_p),
         ("card_x", ctypes.c_uint64),
         ("x_bytes", ctypes.c_int64),
@@ -40,9 +48,22 @@ class _Card(ctypes.Structure):
     )
 
 
-class _Resident(ctypes.Structure):
+class _Staging(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("sources", "layouts", "num_free", "copies", "first_arrived", "last_arrived")),
+        ("base", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_int64),
+        ("first_slot", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("link_bytes", ctypes.c_void_p),
+        ("misses", ctypes.c_void_p),
+    )
+
+
+class _Worker(ctypes.Structure):
     _fields_ = (
         ("card", ctypes.c_void_p),
+        ("staging", _Staging),
         ("slot_of", ctypes.c_void_p),
         ("layers", ctypes.c_int64),
         ("experts", ctypes.c_int64),
@@ -56,6 +77,37 @@ class _Resident(ctypes.Structure):
         ("hits", ctypes.c_void_p),
         ("exact", ctypes.c_int64),
     )
+
+
+@dataclass(frozen=True)
+class Staging:
+    """What native code needs to bring rows in.
+
+    sources              [layers, experts] SOURCE; no piece: a call that needs the row is left to Python
+    layouts              [n, 6] int64: bytes from the start of a slot to the row's tensors
+    num_free             [1] int32: not 0: Python has a better place for rows that are missing
+    copies, arrived      the driver.Stream of the copies, two driver.Event
+    address, slot_bytes  card memory of `slots` rows, nothing of which is in use between calls
+    first_slot           of the rows' table: where this memory's slots begin
+    link_bytes, misses   addresses of int64: bytes and number of the rows brought in; misses 0: not counted
+    """
+
+    sources: npt.NDArray[Any]
+    layouts: npt.NDArray[np.int64]
+    num_free: npt.NDArray[np.int32]
+    copies: Any
+    arrived: Sequence[Any]
+    address: int
+    slot_bytes: int
+    first_slot: int
+    slots: int
+    link_bytes: int
+    misses: int
+
+    def fields(self) -> _Staging:
+        tables = (table.ctypes.data for table in (self.sources, self.layouts, self.num_free))
+        memory = self.address, self.slot_bytes, self.first_slot, self.slots
+        return _Staging(*tables, self.copies.handle, *(event.handle for event in self.arrived), *memory, self.link_bytes, self.misses)
 
 
 class _Pinned(Protocol):
@@ -73,7 +125,7 @@ class NativeIssue:
     """Made once per worker; belongs to the thread that uses the card.
 
     stream   a driver.Stream
-    rows     [slots, 6] uint64: addresses of a row's tensors, read at every call
+    rows     [slots, 6] uint64: addresses of a row's tensors, read at every call; those of staging slots are written
     pinned   holds x [H]
     card_x   device address x is copied to, or 0: the kernels read `pinned` over the link
     spin_s   longest time a wait asks again and again before it waits as the driver does
@@ -119,25 +171,26 @@ class NativeIssue:
         done: int = self._call(card, x, ids, weights, own_experts, own_slots, count, out, exact)
         return done
 
-    def resident(
-        self, slot_of: npt.NDArray[np.int32], used: npt.NDArray[np.int32], num_used: npt.NDArray[np.int32], out: int, status: int,
-        row_bytes: int, card_bytes: int, hits: int, exact: bool,
-    ) -> ResidentIssue:  # fmt: skip
-        """The same for a worker that serves such calls without Python.
+    def without_python(
+        self, slot_of: npt.NDArray[np.int32], used: npt.NDArray[np.int32], num_used: npt.NDArray[np.int32], staging: Staging, out: int,
+        status: int, row_bytes: int, card_bytes: int, hits: int, exact: bool,
+    ) -> WithoutPython:  # fmt: skip
+        """The same for a worker that serves such calls without Python, and brings in what is missing.
 
-        slot_of           [layers, experts] int32: where each row lies in `rows`, -1: nowhere
+        slot_of           [layers, experts] int32: where each row lies in `rows`, -1: not on the card
         used, num_used    [n], [1] int32: rows used are noted there, layer * experts + expert; with no room left a call is refused
         out               as in `call`; status: host address of the kernels' word
-        card_bytes, hits  addresses of int64: bytes and number of the rows that were used
+        card_bytes, hits  addresses of int64: bytes and number of the rows that were on the card
         """
-        fields = _Resident(
-            self._places[0], slot_of.ctypes.data, *slot_of.shape, used.ctypes.data, num_used.ctypes.data, len(used), out, status,
-            row_bytes, card_bytes, hits, exact,
+        fields = _Worker(
+            self._places[0], staging.fields(), slot_of.ctypes.data, *slot_of.shape, used.ctypes.data, num_used.ctypes.data, len(used), out,
+            status, row_bytes, card_bytes, hits, exact,
         )  # fmt: skip
-        return ResidentIssue(ctypes.cast(self._one_token, ctypes.c_void_p).value or 0, fields, (self, slot_of, used, num_used))
+        function = ctypes.cast(self._one_token, ctypes.c_void_p).value or 0
+        return WithoutPython(function, fields, (self, slot_of, used, num_used, staging))
 
 
-class ResidentIssue:
+class WithoutPython:
     """`function` and `lane` are addresses, as in kernels.api.OneToken: int64 function(lane, call), -1 for a call that it leaves
     to others. Belongs to the thread that uses the card."""
 

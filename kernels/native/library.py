@@ -10,7 +10,7 @@ from typing import NamedTuple
 import evrun.kernels.native
 
 FILE_NAME = "libevrun_native.so"
-ABI = 3
+ABI = 4
 BAD_SCALE, TOO_LARGE, DUPLICATE = -1, -2, -3
 
 BEAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -39,6 +39,8 @@ TOKENS = 9
 
 
 class HostEvent:
+    handle = None
+
     def record(self, stream: HostStream) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -279,6 +281,56 @@ def test_a_worker_serves_resident_rows_without_python(bench: Any, combine: str) 
     word.value = 0
     b.both(1, 1, some)
     assert b.lane.counts["cache hits"] == hits + 4 * len(some)  # the cache took note of all of them
+
+
+@pytest.mark.parametrize("combine", ["partial", "exact"])
+@pytest.mark.parametrize("cached", [0, 3])
+def test_a_worker_brings_rows_in_without_python(bench: Any, kernels: Path, combine: str, cached: int) -> None:
+    """With no cache, and with a full one: what is missing crosses the link, as often as it is missing."""
+    b = bench(card_cache_bytes=cached * (1 << 14), combine=combine)
+    held, row_bytes, counts = b.lane._ladder.cache.slots, b.checkpoint.config.row_bytes, b.lane.counts
+    x, ids, weights = token(b, 1)
+    some = sorted(b.drawn(1))
+    out = b.reply.rows(len(some)) if b.layout.exact else b.reply.partial(1)
+    assert serve(b.lane.short, 1, some, x, ids, weights, out) == -1  # nobody knows yet where these rows lie
+    expected, _ = b.both(1, 1, some)
+    moved, hits, misses = counts["registered"], counts["cache hits"], counts["cache misses"]
+    missing = len(some) - held
+    for number in range(1, 4):
+        out[...] = 0
+        assert serve(b.lane.short, 1, some, x, ids, weights, out) == len(some)
+        np.testing.assert_array_equal(out, expected)
+        assert counts["registered"] == moved + number * missing * row_bytes
+        assert counts["cache hits"] == hits + number * held
+        assert counts["cache misses"] == misses + number * (missing if held else 0)
+    b.both(2, 1, some[:1])  # Python takes note
+    assert (b.lane._ladder.cache.hits, b.lane._ladder.cache.misses) == (counts["cache hits"], counts["cache misses"])
+    for few in (some[:1], some[1:3]):
+        b.both(1, 1, few)
+        whole = b.both(1, 1, few)[0]
+        assert serve(b.lane.short, 1, few, x, ids, weights, out) == len(few)
+        np.testing.assert_array_equal(out[: len(whole)], whole)
+
+
+def test_rows_of_a_shard_that_was_let_go_are_pythons_again(bench: Any, kernels: Path) -> None:
+    largest = max(p.stat().st_size for p in FULL.glob("*.safetensors"))
+    b = bench(EmulatedCard(kernels), pin_budget_bytes=largest + 8192, card_cache_bytes=0)
+
+    def native(layer: int) -> bool:
+        return serve(b.lane.short, layer, sorted(b.drawn(layer)), *token(b, layer), b.reply.partial(1)) > 0
+
+    shards = {layer: b.checkpoint.expert(layer, 0)[0].shard for layer in (1, 5, 9)}
+    assert len(set(shards.values())) > 1
+    for layer in (1, 5, 9, 1):
+        b.both(layer, 1, sorted(b.drawn(layer)))
+        assert [native(other) for other in shards] == [shards[other] == shards[layer] for other in shards]
+
+
+def test_a_free_place_in_the_cache_is_pythons_to_fill(bench: Any) -> None:
+    b = bench(card_cache_bytes=-1)
+    some = sorted(b.drawn(1))
+    b.both(1, 1, some[:2])
+    assert serve(b.lane.short, 1, some, *token(b, 1), b.reply.partial(1)) == -1
 
 
 def test_uses_that_nobody_took_note_of_send_a_call_to_python(bench: Any) -> None:

@@ -115,9 +115,21 @@ def of_stream(stream: int) -> int:
     return 0
 
 
+@C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p)
+def record(event: int, stream: int) -> int:
+    return 0
+
+
+@C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_uint)
+def wait_for(stream: int, event: int, flags: int) -> int:
+    return 0
+
+
 DRIVER = {
     "cuLaunchCooperativeKernel": launch,
     "cuMemcpyHtoDAsync_v2": copy_in,
+    "cuEventRecord": record,
+    "cuStreamWaitEvent": wait_for,
     "cuStreamQuery": of_stream,
     "cuStreamSynchronize": of_stream,
 }

@@ -62,6 +62,12 @@ DEVICE u32 e4m3_halves_by_conversion(float low, float high) {
     return halves;
 }
 #endif
+// The bits of a where the mask has ones, of b elsewhere: one instruction, which the compiler takes apart when it may.
+DEVICE u32 choose(u32 mask, u32 a, u32 b) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(bits) : "r"(mask), "r"(a), "r"(b));
+    return bits;
+}
 // Low 32 bits of a b + c, never turned into shifts.
 DEVICE u32 multiply_add(u32 a, u32 b, u32 c) {
     u32 sum;

@@ -39,15 +39,17 @@ struct Eight {
 DEVICE float e8m0_float(u32 b) { return bits_float(max_u32(b << 23, 0x00400000u)); }
 
 // Eight codes -> eight fp16, each the code's value x 2^-14: half[i] = codes i (low) and i + 4 (high). Sign, exponent and
-// mantissa move to the places where they lie in the upper byte of an fp16, for every second code at once. `byte` is 256,
-// but the compiler must not know: multiplications run beside the logic unit, which is what decoding waits for.
+// mantissa move to the places where they lie in the upper byte of an fp16, for every second code at once, and the last
+// step takes those of two codes and leaves the rest. `byte` is 256, but the compiler must not know: multiplications run
+// beside the logic unit, which is what decoding waits for.
 DEVICE void decode_half(u32 word, u32 byte, u32 (&half)[4]) {
-    const u32 odd = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
-    const u32 even = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
-    half[2] = even & 0xFF00FF00u;
-    half[3] = odd & 0xFF00FF00u;
-    half[0] = multiply_add(even, byte, multiply_add(half[2], 0u - byte, 0));
-    half[1] = multiply_add(odd, byte, multiply_add(half[3], 0u - byte, 0));
+    constexpr u32 SIGNS = 0x80808080u, TWO_CODES = 0x8E008E00u;
+    const u32 even = choose(SIGNS, word << 4, word << 1);
+    const u32 odd = choose(SIGNS, word, word >> 3);
+    half[0] = multiply_add(even, byte, 0) & TWO_CODES;
+    half[1] = multiply_add(odd, byte, 0) & TWO_CODES;
+    half[2] = even & TWO_CODES;
+    half[3] = odd & TWO_CODES;
 }
 constexpr float DECODE_HALF = 16384.0f;
 

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define EVRUN_API __attribute__((visibility("default")))
-#define EVRUN_ABI 3
+#define EVRUN_ABI 4
 
 typedef struct evrun_engine evrun_engine;
 

@@ -272,6 +272,7 @@ inline u32 half_bits(float x) { return host::bits_as<u16>(static_cast<_Float16>(
 inline float half_float(u32 bits) { return static_cast<float>(host::bits_as<_Float16>(static_cast<u16>(bits))); }
 #define HAS_E4M3 0
 inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
+inline u32 choose(u32 mask, u32 a, u32 b) { return (mask & a) | (~mask & b); }
 inline u32 max_u32(u32 a, u32 b) { return std::max(a, b); }
 
 template <int BYTES>
