@@ -20,7 +20,7 @@ from evrun.expert_worker.wire.messages import COUNTERS, Call
 from evrun.expert_worker.wire.slots import CallMemory, Cell, ReplyMemory
 
 FILE_NAME = "libevrun_exchange.so"
-ABI = 3
+ABI = 4
 TAKEN, ODD, OTHER = 1, 2, 3
 """What ended a worker's wait: a call, in the port's fields; another message in the cell; the socket or the lifeline. 0: the time."""
 MOST_RANKS = 64
@@ -64,6 +64,7 @@ class Desk(ctypes.Structure):
         ("top_k", ctypes.c_int64),
         ("exact", ctypes.c_int64),
         ("spin_ns", ctypes.c_int64),
+        ("took_ns", ctypes.c_int64 * 2),
         ("n", ctypes.c_int32),
         ("which", ctypes.c_int32 * MOST_RANKS),
     )

@@ -52,8 +52,8 @@ STEPS = (
     layer("layer", "cuda:0", "--tokens", "1,512"),
     layer("layer-sliced", SHARED, "--tokens", "1", "--only-resident"),
     layer("layer-mps", SHARED, "--tokens", "1", "--only-resident", mps=True),
-    Step("rescue", (*PYTEST, "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), env=ON_CARDS),
-    Step("golden", (*PYTEST, "-m", ANY, "tests/e2e/test_golden.py", "tests/coordinator/test_model_card.py"), env=ON_CARDS),
+    Step("rescue", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), env=ON_CARDS),
+    Step("golden", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_golden.py", "tests/coordinator/test_model_card.py"), env=ON_CARDS),
     Step("doctor", (sys.executable, "-m", "evrun.launch", "doctor", "--json")),
     Step("step", (*BENCH, "step", "--workers", "cuda:0", "--world", "1", "--json")),
     Step("demo", (*BENCH, "demo", "--workers", "cuda:0", "--deals", "sorted", "--json")),
@@ -68,7 +68,7 @@ STEPS = (
     Step("link-2", (*BENCH, "link", "--cards", "0,1", "--json"), 2),
     layer("layer-2", "cuda:0,cuda:1", "--tokens", "1,512", cards=2),
     Step("kernel-split-2", (*BENCH, "kernel", "--workers", "cuda:0,cuda:1", "--tokens", "1", "--no-baseline", "--json"), 2),
-    Step("rescue-2", (*PYTEST, "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), 2, {"EVRUN_TEST_CARDS": "2"}),
+    Step("rescue-2", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), 2, {"EVRUN_TEST_CARDS": "2"}),
 )  # fmt: skip
 
 

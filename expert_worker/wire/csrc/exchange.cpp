@@ -92,8 +92,11 @@ struct Desk {
   int64_t hidden, itemsize, top_k;
   int64_t exact;  // results are rows in the activation's dtype, else one fp32 partial
   int64_t spin_ns;
+  int64_t took_ns[2];  // how long the answers to the last two calls took
   int32_t n, which[kMostRanks];
 };
+
+constexpr int64_t kLongestNap = 20'000'000;
 
 namespace {
 
@@ -176,7 +179,7 @@ struct Turn {
   const int64_t* counters;
 };
 
-EXPORT int32_t evrun_exchange_abi() { return 3; }
+EXPORT int32_t evrun_exchange_abi() { return 4; }
 
 // batch: per call rank, incarnation, sequence, layer, slot, tokens, checksum, count, then count expert ids.
 EXPORT void evrun_submit(Rank* ranks, const int64_t* batch, int32_t calls) {
@@ -211,21 +214,26 @@ EXPORT void evrun_send(Desk* desk, const int64_t* batch, const void* x, const vo
 
 namespace {
 
-// Waits until every rank of `which` has replied: spins first, then sleeps until its bell rings, `others` turns readable or
-// the time is over. Returns 1 when all replies are plain answers to the newest calls, else 0. Nothing is taken.
-int32_t wait_for(const Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t spin_ns, int32_t timeout_ms) {
-  const int64_t until = now_ns() + spin_ns;
-  for (bool spin = spin_ns > 0;;) {
+// Waits until every rank of `which` has replied: naps for nap_ns, spins for spin_ns, then sleeps. Asleep, it wakes when a
+// bell rings, `others` turns readable or the time is over. Returns 1 when all replies are plain answers to the newest calls,
+// else 0. Nothing is taken.
+int32_t wait_for(const Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t nap_ns, int64_t spin_ns, int32_t timeout_ms) {
+  const int64_t awake = now_ns() + nap_ns, until = awake + spin_ns;
+  for (bool nap = nap_ns > 0, spin = spin_ns > 0;;) {
     int32_t missing = n - 1;  // sleep for the last one: those before it are likely to be there when it wakes us
     while (missing >= 0 && turn_of(ranks[which[missing]].reply) != ranks[which[missing]].seen) --missing;
     if (missing < 0) return plain(ranks, which, n);
-    if (spin) {
+    const int64_t left = nap ? awake - now_ns() : 0;
+    nap = left > 0;
+    if (spin && !nap) {
       relax();
       spin = now_ns() < until;
       continue;
     }
     pollfd fds[2] = {{ranks[which[missing]].reply_bell, POLLIN, 0}, {others, POLLIN, 0}};
-    const int ready = poll(fds, 2, timeout_ms);
+    const timespec short_time = {0, left};
+    const int ready = nap ? ppoll(fds, 2, &short_time, nullptr) : poll(fds, 2, timeout_ms);
+    if (nap && ready == 0) continue;
     if (fds[0].revents) hush(fds[0].fd);
     if (ready < 0 && errno == EINTR) return 0;  // signals are Python's business
     if (fds[1].revents || ready == 0) {
@@ -236,14 +244,21 @@ int32_t wait_for(const Rank* ranks, const int32_t* which, int32_t n, int32_t oth
 
 }  // namespace
 
-// For the ranks that have the newest call of a desk.
-EXPORT int32_t evrun_wait(const Desk* desk, int32_t others, int32_t timeout_ms) {
-  return wait_for(desk->ranks, desk->which, desk->n, others, desk->spin_ns, timeout_ms);
+// For the ranks that have the newest call of a desk. Where the last two calls took long (their rows crossed a link) this one
+// probably does: the wait naps and spins around the time when they ended, for a sleeper is late and comes back to cold caches.
+EXPORT int32_t evrun_wait(Desk* desk, int32_t others, int32_t timeout_ms) {
+  const int64_t began = now_ns(), took = desk->took_ns[0] < desk->took_ns[1] ? desk->took_ns[0] : desk->took_ns[1];
+  const bool nap = desk->spin_ns && took > 4 * desk->spin_ns && took < kLongestNap;
+  const int64_t nap_ns = nap ? took - 2 * desk->spin_ns : 0, spin_ns = nap ? 3 * desk->spin_ns : desk->spin_ns;
+  if (!wait_for(desk->ranks, desk->which, desk->n, others, nap_ns, spin_ns, timeout_ms)) return 0;
+  desk->took_ns[0] = desk->took_ns[1];
+  desk->took_ns[1] = now_ns() - began;
+  return 1;
 }
 
 // The plain answers are taken when all are.
 EXPORT int32_t evrun_gather(Rank* ranks, const int32_t* which, int32_t n, int32_t others, int64_t spin_ns, int32_t timeout_ms) {
-  if (!wait_for(ranks, which, n, others, spin_ns, timeout_ms)) return 0;
+  if (!wait_for(ranks, which, n, others, 0, spin_ns, timeout_ms)) return 0;
   take(ranks, which, n);
   return 1;
 }
