@@ -85,7 +85,7 @@ class CardBackend(ABC):
         `x` to `rows` and `out` is an address that the card can read or write; all must stay valid until the stream has passed
         the call.
 
-        tokens      T, 1 <= T <= max_tokens
+        tokens      T, 1 <= T <= max_tokens; a backend made for one token may know `call_single` only
         x           [T, H] activation dtype, 16-byte aligned
         ids         [T, K] int32: every expert of the call; those not in `experts` belong to others
         weights     [T, K] fp32

@@ -128,10 +128,10 @@ from evrun.kernels import cuda
 from evrun.kernels.api import FfnShape
 from evrun.kernels.cuda.errors import DeviceError
 device = cuda.CompilingDevice()
-backend = cuda.create_on(device, FfnShape(256, 128, 3.0, "reference", "bfloat16"), 1, 3, Path(sys.argv[1]), 8)
+backend = cuda.create_on(device, FfnShape(256, 128, 3.0, "reference", "bfloat16"), 2, 3, Path(sys.argv[1]), 8)
 stream = device.stream()
 def call():
-    backend.call(stream, 1, 16, 16, 16, 16, 16, 1, 16, "partial")  # one of its later launches may already say it
+    backend.call(stream, 2, 16, 16, 16, 16, 16, 1, 16, "partial")  # one of its later launches may already say it
     stream.synchronize()
 for attempt in (call, lambda: device.allocate(16)):
     try:
@@ -140,7 +140,8 @@ for attempt in (call, lambda: device.allocate(16)):
         print(error.lost, error)
 """
         cache = os.environ.get("EVRUN_TEST_CUBINS", str(tmp_path))
-        done = subprocess.run([sys.executable, "-c", script, cache], capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run([sys.executable, "-c", script, cache], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert len(lines) == 2
         assert lines[0] == lines[1]
