@@ -18,7 +18,8 @@ import torch
 
 from evrun.coordinator.combine import Share, combine_partials, combine_rows
 from evrun.coordinator.deal import deal
-from evrun.coordinator.fleet import Answered, Crashed, Fleet, Lost
+from evrun.coordinator.events import Answered, Crashed, Lost
+from evrun.coordinator.fleet import Fleet
 from evrun.coordinator.rank import Piece
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire.errors import DeviceError, RunError

@@ -14,9 +14,9 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from evrun.coordinator.events import Answered, Crashed, Event, Lost
 from evrun.coordinator.rank import Deadlines, InFlight, Piece, Rank, silence, verdict
 from evrun.coordinator.spec import CoordinatorSpec
 from evrun.expert_worker.wire import heartbeat, supervision
@@ -31,35 +31,6 @@ TICK_S = 0.05
 """Longest wait between two looks at the progress records while a call is in flight."""
 STATUS_EVERY_S = 0.25
 log = logging.getLogger("fleet")
-
-
-class Answered(NamedTuple):
-    """A rank answered its call. `message` is None when the answer was damaged."""
-
-    rank: int
-    flight: InFlight
-    message: PlainAnswer | Failed | None
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A rank died or stalled; `pieces` is what it owed."""
-
-    rank: int
-    pieces: list[Piece]
-    dead: bool
-
-
-@dataclass(frozen=True)
-class Crashed:
-    """How a dead incarnation ended, known once it is reaped. `pieces`: what it owed when it died."""
-
-    rank: int
-    pieces: list[Piece]
-    reason: str
-
-
-Event = Answered | Lost | Crashed
 
 
 class Sent(NamedTuple):
