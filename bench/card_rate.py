@@ -64,7 +64,7 @@ def measure(uuid: str, shape: FfnShape, config: ModelConfig, wanted: Wanted) -> 
             file.flush()
             path = Path(file.name)
             one: Any = _OneFile(path)
-            registered = Registered(device, one, 1 << 40, lambda: None, lambda: None)
+            registered = Registered(device, one, 1 << 40, lambda: None, lambda shard: None)
             reason = registered.probe(path)
             fast = _registered_rate(device, registered, path, config.row_bytes) if reason is None else None
             arena = Arena(device, one, wanted.arena_threads, lambda: None)
