@@ -100,13 +100,14 @@ def ipc(worlds: str, calls: int, as_json: bool) -> None:
 @click.option("--workers", default="cpu", show_default=True, help="Devices, as in cuda:0,cuda:1.")
 @click.option("--tokens", default="1,64", show_default=True)
 @click.option("--calls", default=60, show_default=True, type=click.IntRange(min=5))
+@click.option("--deal", type=click.Choice(["sorted", "home"]), default="sorted", show_default=True)
 @click.option("--only-resident", is_flag=True, help="Leave out rows that must come to the card.")
 @as_json
-def layer(checkpoint: Path | None, workers: str, tokens: str, calls: int, only_resident: bool, as_json: bool) -> None:
+def layer(checkpoint: Path | None, workers: str, tokens: str, calls: int, deal: str, only_resident: bool, as_json: bool) -> None:
     """Whole layer calls through real workers, phase by phase."""
     from evrun.bench import layer as module
 
-    rows = module.run(checkpoint, workers.split(","), [int(t) for t in tokens.split(",")], calls, only_resident)
+    rows = module.run(checkpoint, workers.split(","), [int(t) for t in tokens.split(",")], calls, deal, only_resident)
     report.show("layer", rows, as_json)
 
 

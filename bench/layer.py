@@ -21,7 +21,7 @@ from evrun.bench import card_kernel, link, stage
 from evrun.bench.devices import CACHE, uuids
 from evrun.bench.herd import Herd, herd
 from evrun.bench.report import Row, timed
-from evrun.coordinator.deal import deal
+from evrun.coordinator import deal as dealing
 from evrun.kernels import cuda
 from evrun.launch.export.checkpoint import complete, write_checkpoint
 from evrun.launch.export.geometry import values
@@ -33,7 +33,9 @@ SHARED_CACHE_BYTES = 4 << 30
 """Of each worker's card cache where several share a card."""
 
 
-def run(checkpoint: Path | None, workers: list[str], tokens: list[int], calls: int, only_resident: bool = False) -> list[Row]:
+def run(
+    checkpoint: Path | None, workers: list[str], tokens: list[int], calls: int, deal: str = "sorted", only_resident: bool = False
+) -> list[Row]:
     """Rows per number of tokens, residency and rung. `floor_seconds` where a card computes. only_resident: of a card's rows,
     those that stay on it."""
     torch.set_num_threads(1)
@@ -50,7 +52,8 @@ def run(checkpoint: Path | None, workers: list[str], tokens: list[int], calls: i
         caches = (0, -1) if on_cards and not only_resident else (-1,)
         for cache in caches:
             for rung in ("registered", "arena") if cache == 0 else ("registered",):
-                options: dict[str, Any] = {"combine": "partial", "devices": devices, "chunk": max(tokens), "card_cache_bytes": cache}
+                options: dict[str, Any] = {"combine": "partial", "deal": deal, "devices": devices, "chunk": max(tokens)}
+                options["card_cache_bytes"] = cache
                 rungs = ["arena"] if rung == "arena" else ["registered", "arena"]
                 threads = ARENA_THREADS if rung == "arena" else 1
                 if sharing and cache:
@@ -114,7 +117,8 @@ def _measure(
     distinct = len(np.unique(ids.numpy()))
     floor_s = None
     if floors:
-        most = max(len(share) for share in deal(np.unique(ids.numpy()).tolist(), list(range(len(workers))), "sorted").values())
+        shares = dealing.deal(np.unique(ids.numpy()).tolist(), list(range(len(workers))), h.options["deal"])
+        most = max(map(len, shares.values()))
         crossed = median(moved)
         floor_s = floors.seconds(tokens, most, crossed, rung if crossed else "card")
     row = timed(
@@ -124,6 +128,7 @@ def _measure(
         workers=",".join(workers),
         world=len(workers),
         tokens=tokens,
+        deal=h.options["deal"],
         rung=h.fleet.ranks[0].rung + (" + card cache" if cached and workers[0] != "cpu" else ""),
         rows="rotating" if rotating else "resident",
         experts=distinct,

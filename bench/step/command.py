@@ -20,12 +20,13 @@ from evrun.expert_worker.wire.errors import RunError, UsageError
 @click.option("--decode-tokens", default=8, show_default=True, type=click.IntRange(1, 1 << 16), help="Steps after the prompt.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1, 1 << 20))
 @click.option("--combine", type=click.Choice(["partial", "exact"]), default="partial", show_default=True)
+@click.option("--deal", type=click.Choice(["sorted", "home"]), default="sorted", show_default=True)
 @click.option("--dense-dtype", type=click.Choice(["fp8", "bfloat16"]), default="fp8", show_default=True)
 @click.option("--trace", "trace_file", type=click.Path(path_type=Path), metavar="F.json", help="Chrome trace of the last decode step.")
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 def command(
     checkpoint: Path | None, workers: str, worlds: str, prompt_tokens: int, decode_tokens: int, prefill_chunk: int, combine: str,
-    dense_dtype: str, trace_file: Path | None, as_json: bool,
+    deal: str, dense_dtype: str, trace_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """A whole prefill and whole decode steps, phase by phase, the same prompt twice.
 
@@ -53,7 +54,7 @@ def command(
         where = checkpoint or Path(folder) / "c"
         if checkpoint is None:
             write_checkpoint(complete(values("full-rows")), where)
-        rows, spans = run(Work(where, prompt_tokens, decode_tokens, prefill_chunk, combine, dense_dtype), devices, counts)
+        rows, spans = run(Work(where, prompt_tokens, decode_tokens, prefill_chunk, combine, deal, dense_dtype), devices, counts)
     if trace_file:
         try:
             trace_file.write_text(json.dumps(trace(spans)))

@@ -42,6 +42,7 @@ class Work:
     decode_tokens: int
     chunk: int
     combine: str
+    deal: str
     dense_dtype: str
 
 
@@ -111,7 +112,7 @@ def _measure(checkpoint: Checkpoint, model: Model, work: Work, plan: Plan) -> tu
     prompt = (np.arange(work.prompt_tokens) * 37 + 5) % checkpoint.config.vocab_size
     timeline = Timeline()
     with tempfile.TemporaryDirectory(prefix="evrun-step-") as folder:
-        options: dict[str, Any] = {"combine": work.combine, "chunk": min(work.chunk, work.prompt_tokens)}
+        options: dict[str, Any] = {"combine": work.combine, "deal": work.deal, "chunk": min(work.chunk, work.prompt_tokens)}
         options |= {"timeline": f"{folder}/{{rank}}", "stall_timeout_s": 60.0, "kill_timeout_s": 120.0}
         options |= {"pin_budget_bytes": plan.pin_budget, "card_cache_bytes": card_cache(plan)}
         places = {"devices": [seat.device for seat in plan.ranks], "cpus": [list(seat.cpus) for seat in plan.ranks]}
@@ -179,7 +180,7 @@ def _rows(
             size |= dict.fromkeys(WORKER_PHASES, rows * config.row_bytes)
             base: Row = {"kind": kind, "pass": number, "world": len(devices), "workers": ",".join(sorted(set(devices))), "backend": backend}
             base |= {"tokens": tokens, "steps": len(mine), "layers": config.num_hidden_layers, "hidden": config.hidden_size}
-            base["dense_dtype"] = work.dense_dtype
+            base |= {"deal": work.deal, "dense_dtype": work.dense_dtype}
             found += [_row(base, phase, total, size.get(phase)) for phase in PHASES]
             covered = sum(total.visible.values())
             found.append(base | {"phase": "sum", "seconds": covered, "of_wall": covered / total.wall})

@@ -1,6 +1,6 @@
 """What a machine with cards can show and CI cannot, in one go: figures first, then tests. Every step leaves a file.
 
-    python tests/bench/cards.py OUT [--cards 2] [--seconds 540] [--only layer,ipc] [--list]
+    python tests/bench/cards.py OUT [--cards 4] [--seconds 540] [--only layer,ipc] [--list]
 
 A step that the time is too short to begin is named at the end. Exit 1 when a step failed.
 """
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[2]
-BENCH = (sys.executable, "-m", "evrun.launch", "bench")
+EVRUN = (sys.executable, "-m", "evrun.launch")
+BENCH = (*EVRUN, "bench")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--maxfail", "3", "-p", "no:cacheprovider")
 ANY = "not long"
 
@@ -42,7 +44,10 @@ def layer(name: str, workers: str, *more: str, cards: int = 1, mps: bool = False
     )
 
 
-SHARED = ",".join(["cuda:0"] * 4)
+SHARED, FOUR = ",".join(["cuda:0"] * 4), "cuda:0,cuda:1,cuda:2,cuda:3"
+DEATH = (sys.executable, "tests/bench/card_death.py")
+LARGE = str(Path(tempfile.gettempdir()) / "evrun-384-experts")
+"""29 GB of full-size rows for four cards; step `large` makes it."""
 ON_CARDS = {"EVRUN_TEST_CARDS": "1"}
 STEPS = (
     Step("ipc", (*BENCH, "ipc", "--json"), cards=0),
@@ -54,7 +59,8 @@ STEPS = (
     layer("layer-mps", SHARED, "--tokens", "1", "--only-resident", mps=True),
     Step("rescue", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), env=ON_CARDS),
     Step("golden", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_golden.py", "tests/coordinator/test_model_card.py"), env=ON_CARDS),
-    Step("doctor", (sys.executable, "-m", "evrun.launch", "doctor", "--json")),
+    Step("full-rows", (*PYTEST, "-m", ANY, "tests/e2e/test_full_rows.py", "-k", "exact"), env=ON_CARDS),
+    Step("doctor", (*EVRUN, "doctor", "--json")),
     Step("step", (*BENCH, "step", "--workers", "cuda:0", "--world", "1", "--json")),
     Step("demo", (*BENCH, "demo", "--workers", "cuda:0", "--deals", "sorted", "--json")),
     Step("kernel-triton", (*BENCH, "kernel", "--workers", "cuda:0", "--gpu-kernel", "triton", "--no-baseline", "--json")),
@@ -69,6 +75,21 @@ STEPS = (
     layer("layer-2", "cuda:0,cuda:1", "--tokens", "1,512", cards=2),
     Step("kernel-split-2", (*BENCH, "kernel", "--workers", "cuda:0,cuda:1", "--tokens", "1", "--no-baseline", "--json"), 2),
     Step("rescue-2", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), 2, {"EVRUN_TEST_CARDS": "2"}),
+    Step("death-2", DEATH, 2),
+    Step("large", (*EVRUN, "make-checkpoint", LARGE, "--preset", "full-rows", "--layers", "4", "--experts", "384"), 4),
+    Step("doctor-4", (*EVRUN, "doctor", "--checkpoint", LARGE, "--json"), 4),
+    Step("link-4", (*BENCH, "link", "--cards", "0,1,2,3", "--json"), 4),
+    *(
+        layer(f"layer-4-{world}-{deal}", FOUR[: 7 * world - 1], "--checkpoint", LARGE, "--tokens", "1,512", "--deal", deal, cards=4)
+        for world in (1, 2, 4)
+        for deal in ("sorted", "home")
+    ),
+    *(
+        Step(f"step-4-{deal}", (*BENCH, "step", "--checkpoint", LARGE, "--workers", FOUR, "--world", "1,2,4", "--deal", deal, "--json"), 4)
+        for deal in ("sorted", "home")
+    ),
+    Step("golden-4", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_golden.py", "tests/e2e/test_exact.py"), 4, {"EVRUN_TEST_CARDS": "4"}),
+    Step("death-4", (*DEATH, "--workers", FOUR, "--rank", "2", "--checkpoint", LARGE), 4),
 )  # fmt: skip
 
 
@@ -87,7 +108,7 @@ def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
 
 def perform(step: Step, out: Path, within_s: float) -> int:
     """Exit code of a step; its output goes to OUT/NAME.json (figures) or OUT/NAME.log."""
-    what = "json" if "--json" in step.command else "log"
+    what = "json" if "--json" in step.command or DEATH[1] in step.command else "log"
     with (out / f"{step.name}.{what}").open("wb") as written, (out / f"{step.name}.err").open("wb") as errors:
 
         def started(env: Mapping[str, str]) -> int:
