@@ -2,12 +2,12 @@
 
 All copies of a call are issued before anything is waited for; the kernels of one run of experts read one half of the
 staging memory while the next run's rows fill the other. Nothing is allocated per token. One token whose rows are on the
-card costs one native function (`kernels/cuda/issue.py`): the kernel writes its result straight into the reply memory.
+card, or known to lie in registered memory, costs one native function (`kernels/cuda/issue.py`): the kernel writes its result
+straight into the reply memory.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evrun.expert_worker.card.inputs import Inputs
 from evrun.expert_worker.card.rows import CardRows, staging_bytes
 from evrun.expert_worker.card.trial import self_test_of
 from evrun.expert_worker.rows import Rows
 from evrun.expert_worker.spec import WorkerSpec
 from evrun.expert_worker.timeline import Part
-from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.checkpoint.reader import Checkpoint
 from evrun.expert_worker.wire.errors import DeviceError, PayloadError, RunError
 from evrun.expert_worker.wire.link import Short
@@ -44,57 +44,6 @@ TAIL_OF_ONE, TAIL_OF_MANY = 1, 2
 """Rows of the last run of a call of one token, and of more: what is left to compute when the last byte has come."""
 MANY_ARRAYS = 64
 log = logging.getLogger("card")
-
-
-class Inputs:
-    """The input block of a call, once in pinned memory and once on the card: x, ids, weights, experts, row addresses."""
-
-    def __init__(self, device: cuda.CompilingDevice, tokens: int, config: ModelConfig, itemsize: int) -> None:
-        self._hidden, self._top_k, self._itemsize = config.hidden_size, config.num_experts_per_tok, itemsize
-        self._experts = config.n_routed_experts
-        size = self._offsets(tokens)[-1]
-        self._device, self._host, self._card = device, device.pinned(size), device.allocate(size)
-
-    def _offsets(self, tokens: int) -> list[int]:
-        """Begin of x, ids, weights, experts, rows, and the end, in bytes."""
-        sizes = (tokens * self._hidden * self._itemsize, *(2 * (tokens * self._top_k * 4,)), self._experts * 4, self._experts * ROW_BYTES)
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // 256) * 256)
-        return offsets
-
-    def write_x(self, x: npt.NDArray[Any], stream: Any) -> int:
-        """Bring the activations of one token to the card. Returns their address there."""
-        ctypes.memmove(self._host.address, x.ctypes.data, x.nbytes)
-        self._device.copy_in(self._card.address, self._host.address, x.nbytes, stream)
-        return self._card.address
-
-    def write(self, x: npt.NDArray[Any], ids: npt.NDArray[Any], weights: npt.NDArray[Any], experts: Sequence[int]) -> list[int]:
-        """Fill the pinned block, all but the row addresses. Returns the five addresses on the card."""
-        offsets = self._offsets(len(x))
-        for offset, values in zip(offsets, (x, ids, weights, np.asarray(experts, np.int32)), strict=False):
-            ctypes.memmove(self._host.address + offset, values.ctypes.data, values.nbytes)
-        self._rows_at, self._rows_done, self._sent = offsets[4], offsets[4], 0
-        return [self._card.address + offset for offset in offsets[:5]]
-
-    def add_rows(self, table: npt.NDArray[np.uint64]) -> None:
-        """Row addresses [n, 6] of the next run, behind those of the runs before."""
-        ctypes.memmove(self._host.address + self._rows_done, table.ctypes.data, table.nbytes)
-        self._rows_done += table.nbytes
-
-    def send(self, stream: Any) -> None:
-        """Copy what was written since the last send."""
-        self._device.copy_in(self._card.address + self._sent, self._host.address + self._sent, self._rows_done - self._sent, stream)
-        self._sent = self._rows_done
-
-    def close(self) -> None:
-        self._host.close()
-        self._card.close()
-
-    @property
-    def native(self) -> tuple[Any, int]:
-        """(pinned memory, address on the card) of x, for `NativeIssue`."""
-        return self._host, self._card.address
 
 
 class CardLane:
