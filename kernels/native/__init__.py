@@ -7,7 +7,10 @@ in csrc/layout.h. CMakeLists.txt at the root of the repository builds it.
 from __future__ import annotations
 
 from evrun.kernels.native.backend import NativeBackend, create
+from evrun.kernels.native.dequantise import Dequantise, dequantiser
 from evrun.kernels.native.library import NativeLibraryError, Variant, probe, variants
 from evrun.kernels.native.measure import measure
 
-__all__ = ["NativeBackend", "NativeLibraryError", "Variant", "create", "measure", "probe", "variants"]
+__all__ = [
+    "Dequantise", "NativeBackend", "NativeLibraryError", "Variant", "create", "dequantiser", "measure", "probe", "variants",
+]  # fmt: skip

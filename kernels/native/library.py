@@ -10,7 +10,7 @@ from typing import NamedTuple
 import evrun.kernels.native
 
 FILE_NAME = "libevrun_native.so"
-ABI = 4
+ABI = 5
 BAD_SCALE, TOO_LARGE, DUPLICATE = -1, -2, -3
 
 BEAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -92,6 +92,8 @@ def load() -> ctypes.CDLL:
     library.evrun_run.restype = ctypes.c_int64
     library.evrun_read.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
     library.evrun_read.restype = ctypes.c_uint64
+    rows = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    library.evrun_dequantise_fp8.argtypes, library.evrun_dequantise_fp8.restype = rows, None
     library.evrun_multiply_add.argtypes, library.evrun_multiply_add.restype = (ctypes.c_void_p, ctypes.c_uint64), ctypes.c_uint64
     return library
 

@@ -15,7 +15,7 @@ CSRC = Path(__file__).parents[2] / "kernels" / "native" / "csrc"
 MAIN = Path(__file__).parent / "native_sanitize" / "main.cpp"
 FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-ffp-contract=off", "-pthread", f"-I{CSRC}"]
 ISA_FLAGS = {
-    "avx2.cpp": ["-mavx2", "-mfma"],
+    "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "avx512.cpp": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mavx512vnni"],
 }
 

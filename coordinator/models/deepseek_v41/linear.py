@@ -6,17 +6,31 @@ fp8 weight give the same values and are cut into the same pieces, so the choice 
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from evrun.coordinator.models.deepseek_v41.arithmetic import Arithmetic
+from evrun.kernels import native
 from evrun.kernels.formats import FP8_BLOCK
 from evrun.kernels.formats_torch import dequantise_fp8_tiles, e8m0_to_float32
 
 PIECE_ELEMENTS = 1 << 20
 """Weights expanded to fp32 at a time: 4 MiB."""
+log = logging.getLogger("dense")
+
+
+@functools.cache
+def host_dequantiser() -> native.Dequantise | None:
+    """For weights in host memory; None, with the reason in the log, where torch has to do it."""
+    try:
+        return native.dequantiser()
+    except native.NativeLibraryError as error:
+        log.warning("dense fp8 weights are expanded by torch, in about three times the time: %s", error)
+        return None
 
 
 class Weight(Protocol):
@@ -51,13 +65,19 @@ class PackedWeight:
         """codes [N, K] uint8, scales [ceil(N/32), ceil(K/32)] uint8."""
         self._codes = codes
         self._scales = e8m0_to_float32(scales)
+        self._dequantise = host_dequantiser() if codes.is_cpu and codes.is_contiguous() else None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self._codes.shape[0], self._codes.shape[1]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return dequantise_fp8_tiles(self._codes[start:stop], self._scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
+        codes, scales = self._codes[start:stop], self._scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
+        if self._dequantise is None:
+            return dequantise_fp8_tiles(codes, scales)
+        values = torch.empty(codes.shape, dtype=torch.float32)
+        self._dequantise(codes.data_ptr(), scales.data_ptr(), len(codes), codes.shape[1], values.data_ptr())
+        return values
 
     def to_bfloat16(self) -> PlainWeight:
         """The same weights expanded once (exact); a piece in fp32 is the only extra memory."""

@@ -1,4 +1,4 @@
-// The kernels with AVX2 and FMA (x86-64-v3). Built with its own flags: nothing here may be shared with other files,
+// The kernels with AVX2, FMA and F16C (x86-64-v3). Built with its own flags: nothing here may be shared with other files,
 // so only static functions of the headers are used.
 #if defined(__x86_64__)
 
@@ -346,6 +346,22 @@ void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scra
         many(rows, x, tokens, y, scratch);
 }
 
+// A code's bits at their places in an fp16 are its value x 2^-8, subnormals included; conversion to fp32 is exact.
+void dequantise(const uint8_t *codes, const float *scales, int64_t columns, float *out) {
+    const __m256i magnitude = _mm256_set1_epi16(0x3F80), sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
+    const __m256 up = _mm256_set1_ps(256.0f);
+    int64_t i = 0;
+    for (; i + 16 <= columns; i += 16) {
+        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(codes + i)));
+        const __m256i half = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(wide, 7), magnitude), _mm256_and_si256(_mm256_slli_epi16(wide, 8), sign));
+        const __m256 scale = _mm256_set1_ps(scales[i / kGroup]);
+        const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(half)), high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_mul_ps(low, up), scale));
+        _mm256_storeu_ps(out + i + 8, _mm256_mul_ps(_mm256_mul_ps(high, up), scale));
+    }
+    for (; i < columns; ++i) out[i] = from_e4m3(codes[i]) * scales[i / kGroup];
+}
+
 uint64_t read(const uint8_t *start, size_t bytes) {
     __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
     for (size_t i = 0; i + 128 <= bytes; i += 128) {
@@ -372,11 +388,11 @@ uint64_t multiply_add(uint64_t steps) {
     return steps * kSums * 8 * 2;
 }
 
-bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
 
 }  // namespace
 
-const Kernels kAvx2 = {"avx2", "AVX2 and FMA, 256-bit integer products", supported, kWideDigits, extremes, swiglu_group, quantise_group, fix_group, multiply, read, multiply_add};
+const Kernels kAvx2 = {"avx2", "AVX2 and FMA, 256-bit integer products", supported, kWideDigits, extremes, swiglu_group, quantise_group, fix_group, multiply, dequantise, read, multiply_add};
 
 }  // namespace evrun
 

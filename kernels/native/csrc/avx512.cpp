@@ -313,6 +313,22 @@ void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scra
         many(rows, x, tokens, y, scratch);
 }
 
+// A code's bits at their places in an fp16 are its value x 2^-8, subnormals included; conversion to fp32 is exact.
+void dequantise(const uint8_t *codes, const float *scales, int64_t columns, float *out) {
+    const __m512i magnitude = _mm512_set1_epi16(0x3F80), sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+    const __m512 up = _mm512_set1_ps(256.0f);
+    int64_t i = 0;
+    for (; i + kGroup <= columns; i += kGroup) {
+        const __m512i wide = _mm512_cvtepu8_epi16(load_half(codes + i));
+        const __m512i half = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi16(wide, 7), magnitude), _mm512_and_si512(_mm512_slli_epi16(wide, 8), sign));
+        const __m512 scale = _mm512_set1_ps(scales[i / kGroup]);
+        const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(half)), high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_mul_ps(low, up), scale));
+        _mm512_storeu_ps(out + i + 16, _mm512_mul_ps(_mm512_mul_ps(high, up), scale));
+    }
+    for (; i < columns; ++i) out[i] = from_e4m3(codes[i]) * scales[i / kGroup];
+}
+
 uint64_t read(const uint8_t *start, size_t bytes) {
     __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
     for (size_t i = 0; i + 256 <= bytes; i += 256) {
@@ -347,7 +363,7 @@ bool supported() {
 }  // namespace
 
 const Kernels kAvx512 = {"avx512",     "AVX-512 with VBMI and VNNI, 512-bit byte products", supported, kByteDigits, extremes, swiglu_group,
-                         quantise_group, fix_group, multiply, read, multiply_add};
+                         quantise_group, fix_group, multiply, dequantise, read, multiply_add};
 
 }  // namespace evrun
 

@@ -51,6 +51,12 @@ void evrun_destroy(evrun_engine *engine) { delete engine; }
 
 int64_t evrun_run(evrun_engine *engine, const evrun_call *call, evrun_fault *fault) { return engine->engine.run(*call, fault); }
 
+void evrun_dequantise_fp8(int32_t variant, const uint8_t *codes, const float *scales, int64_t rows, int64_t columns, float *out) {
+    const int64_t tiles = (columns + evrun::kGroup - 1) / evrun::kGroup;
+    for (int64_t r = 0; r < rows; ++r)
+        kVariants[variant]->dequantise(codes + r * columns, scales + r / evrun::kGroup * tiles, columns, out + r * columns);
+}
+
 uint64_t evrun_read(evrun_engine *engine, const uint8_t *const *starts, const int64_t *bytes, int32_t ranges) {
     return engine->engine.read(starts, bytes, ranges);
 }

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 #define EVRUN_API __attribute__((visibility("default")))
-#define EVRUN_ABI 4
+#define EVRUN_ABI 5
 
 typedef struct evrun_engine evrun_engine;
 
@@ -73,6 +73,10 @@ EVRUN_API void evrun_destroy(evrun_engine *engine);
 
 // The number of (token, expert) pairs computed, or one of the negative codes.
 EVRUN_API int64_t evrun_run(evrun_engine *engine, const evrun_call *call, evrun_fault *fault);
+
+// Rows of a dense weight -> fp32 [rows, columns]: E4M3 codes without NaNs [rows, columns] and scales as fp32, one per 32 x 32
+// tile [ceil(rows/32), ceil(columns/32)]. Needs no engine; any threads.
+EVRUN_API void evrun_dequantise_fp8(int32_t variant, const uint8_t *codes, const float *scales, int64_t rows, int64_t columns, float *out);
 
 // A plain vector read of the ranges by the engine's threads in chunks, as a floor for timings; returns a checksum.
 EVRUN_API uint64_t evrun_read(evrun_engine *engine, const uint8_t *const *starts, const int64_t *bytes, int32_t ranges);

@@ -54,6 +54,9 @@ struct Kernels {
     // y[t * rows.count + r] = row r times token t, whose memory is in `layout`.
     void (*multiply)(const Rows &rows, const Token *x, int tokens, float *y, const Scratch &scratch);
 
+    // A row of a dense fp8 weight -> fp32: E4M3 codes, a scale for every 32 of them.
+    void (*dequantise)(const uint8_t *codes, const float *scales, int64_t columns, float *out);
+
     uint64_t (*read)(const uint8_t *start, size_t bytes);
 
     // Twelve chains of multiply-adds on registers, `steps` long; returns the number of floating-point operations.

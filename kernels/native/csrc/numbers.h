@@ -25,6 +25,12 @@ static inline float power_of_two(int e) {
     return e >= -149 ? float_of(1u << (e + 149)) : 0.0f;
 }
 
+// E4M3 without NaNs. Sign, exponent and mantissa at their places in an fp32 are the value x 2^-120.
+static inline float from_e4m3(uint8_t code) {
+    const uint32_t bits = code;
+    return float_of((bits & 0x80) << 24 | (bits & 0x7F) << 20) * 0x1p120f;
+}
+
 static inline float from_bfloat16(uint16_t b) { return float_of(static_cast<uint32_t>(b) << 16); }
 
 // Nearest, ties to even; NaN stays NaN.

@@ -80,6 +80,10 @@ void multiply(const Rows &rows, const Token *x, int tokens, float *y, const Scra
     }
 }
 
+void dequantise(const uint8_t *codes, const float *scales, int64_t columns, float *out) {
+    for (int64_t i = 0; i < columns; ++i) out[i] = from_e4m3(codes[i]) * scales[i / kGroup];
+}
+
 uint64_t read(const uint8_t *start, size_t bytes) {
     uint64_t sum = 0;
     for (size_t i = 0; i + 8 <= bytes; i += 8) {
@@ -103,6 +107,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Kernels kScalar = {"scalar", "plain C++", supported, kWideDigits, extremes, swiglu_group, quantise_group, fix_group, multiply, read, multiply_add};
+const Kernels kScalar = {"scalar", "plain C++", supported, kWideDigits, extremes, swiglu_group, quantise_group, fix_group, multiply, dequantise, read, multiply_add};
 
 }  // namespace evrun
