@@ -1,7 +1,8 @@
 """Dense weights, packed or plain, and the product with them.
 
-A weight hands out its rows as fp32 in pieces; a product never holds more than one piece expanded. Both forms of a dense
-fp8 weight give the same values and are cut into the same pieces, so the choice never changes a bit of a result.
+A weight hands out its rows as fp32 in pieces; a product never holds more than one piece expanded, in memory that all
+products share: fresh memory for every piece would cost more than what is done with it. Both forms of a dense fp8 weight give
+the same values and are cut into the same pieces, so the choice never changes a bit of a result.
 """
 
 from __future__ import annotations
@@ -33,6 +34,23 @@ def host_dequantiser() -> native.Dequantise | None:
         return None
 
 
+class Room:
+    """Host memory for one piece. Belongs to the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns] fp32, until the next call."""
+        if self._memory.numel() < rows * columns:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(max(PIECE_ELEMENTS, rows * columns))
+        return self._memory[: rows * columns].view(rows, columns)
+
+
+ROOM = Room()
+
+
 class Weight(Protocol):
     """[N, K] weights, y = x W^T."""
 
@@ -40,7 +58,7 @@ class Weight(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """fp32 [stop - start, K]; start is a multiple of 32."""
+        """fp32 [stop - start, K]; start is a multiple of 32. In host memory they may lie in ROOM, until the next rows."""
         ...
 
 
@@ -55,7 +73,10 @@ class PlainWeight:
         return self._values.shape[0], self._values.shape[1]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return self._values[start:stop].float()
+        values = self._values[start:stop]
+        if values.dtype == torch.float32 or not values.is_cpu:
+            return values.float()
+        return ROOM.of(*values.shape).copy_(values)
 
 
 class PackedWeight:
@@ -75,7 +96,7 @@ class PackedWeight:
         codes, scales = self._codes[start:stop], self._scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
         if self._dequantise is None:
             return dequantise_fp8_tiles(codes, scales)
-        values = torch.empty(codes.shape, dtype=torch.float32)
+        values = ROOM.of(*codes.shape)
         self._dequantise(codes.data_ptr(), scales.data_ptr(), len(codes), codes.shape[1], values.data_ptr())
         return values
 
