@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from evrun.coordinator.models.deepseek_v41 import linear
 from evrun.coordinator.models.deepseek_v41.arithmetic import Arithmetic
 from evrun.coordinator.models.deepseek_v41.engram import gate
 from evrun.coordinator.models.deepseek_v41.gate import Gate
@@ -26,6 +27,7 @@ from evrun.coordinator.models.deepseek_v41.sparse_attention import attend
 from evrun.coordinator.models.deepseek_v41.state import state_bytes
 from evrun.expert_worker.wire.checkpoint.config import ModelConfig
 from evrun.expert_worker.wire.errors import UsageError
+from evrun.kernels import native
 from evrun.launch.export import geometry
 
 EXACT = Arithmetic.named("float32", "weights-only")
@@ -219,6 +221,24 @@ def test_packed_and_expanded_weights_give_the_same_bits(elements: int, monkeypat
         assert torch.equal(found, GroupedLinear(expanded, groups, EXACT)(grouped))
         wanted = torch.einsum("tgk,gnk->tgn", grouped.view(4, groups, 96), whole.view(groups, -1, 96)).flatten(1)
         close(found, wanted, 1e-2)
+
+
+def test_without_the_native_library_torch_expands_weights_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes, scales = (torch.from_numpy(np.random.default_rng(1).integers(*r, np.uint8)) for r in ((0, 127, (96, 64)), (110, 120, (3, 2))))
+    wanted = PackedWeight(codes, scales).rows(32, 96).clone()
+
+    def missing() -> native.Dequantise:
+        raise native.NativeLibraryError("not built")
+
+    monkeypatch.setattr(native, "dequantiser", missing)
+    linear.host_dequantiser.cache_clear()
+    try:
+        assert torch.equal(PackedWeight(codes, scales).rows(32, 96), wanted)
+    finally:
+        linear.host_dequantiser.cache_clear()
+    assert "expanded by torch, in about three times the time: not built" in caplog.text
 
 
 def test_inputs_are_rounded_only_in_reference_numerics() -> None:
