@@ -89,10 +89,7 @@ class Rank:
 
     def stop(self, reason: str) -> list[Piece]:
         """The process is dead. Gives the pieces it still owed to a request."""
-        owed = list(self.queue)
-        if self.in_flight and not self.in_flight.abandoned:
-            owed.insert(0, self.in_flight.piece)
-        self.queue.clear()
+        owed = self.abandon()
         self.in_flight = None
         self.state, self.reason, self.pidfd = "down", reason, -1
         return owed

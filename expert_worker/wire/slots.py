@@ -61,16 +61,12 @@ class SlotLayout:
         return _pages(5 * self.num_experts + 2048)
 
     @property
-    def _x_bytes(self) -> int:
-        return _pages(self.tokens * self.hidden * self.itemsize)
-
-    @property
     def _route_bytes(self) -> int:
         return _pages(self.tokens * self.top_k * 4)
 
     @property
     def slot_bytes(self) -> int:
-        return self._x_bytes + 2 * self._route_bytes
+        return self.weights_at + self._route_bytes
 
     @property
     def call_bytes(self) -> int:
@@ -90,11 +86,11 @@ class SlotLayout:
     @property
     def ids_at(self) -> int:
         """Of a slot; its activation lies at its start."""
-        return self._x_bytes
+        return _pages(self.tokens * self.hidden * self.itemsize)
 
     @property
     def weights_at(self) -> int:
-        return self._x_bytes + self._route_bytes
+        return self.ids_at + self._route_bytes
 
     def slot_offset(self, slot: int) -> int:
         assert 0 <= slot < SLOTS
