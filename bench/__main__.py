@@ -11,6 +11,7 @@ import click
 from evrun.bench import report
 from evrun.bench.parity.command import command as parity_command
 from evrun.bench.step.command import command as step_command
+from evrun.coordinator.deal import POLICIES
 from evrun.expert_worker.wire.errors import EvrunError
 from evrun.kernels.cuda.errors import DeviceError, UnavailableError
 
@@ -100,7 +101,7 @@ def ipc(worlds: str, calls: int, as_json: bool) -> None:
 @click.option("--workers", default="cpu", show_default=True, help="Devices, as in cuda:0,cuda:1.")
 @click.option("--tokens", default="1,64", show_default=True)
 @click.option("--calls", default=60, show_default=True, type=click.IntRange(min=5))
-@click.option("--deal", type=click.Choice(["sorted", "home"]), default="sorted", show_default=True)
+@click.option("--deal", type=click.Choice(list(POLICIES)), default="sorted", show_default=True)
 @click.option("--only-resident", is_flag=True, help="Leave out rows that must come to the card.")
 @as_json
 def layer(checkpoint: Path | None, workers: str, tokens: str, calls: int, deal: str, only_resident: bool, as_json: bool) -> None:

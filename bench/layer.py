@@ -50,14 +50,12 @@ def run(
         sharing = len(set(workers)) < len(workers)
         rows = []
         caches = (0, -1) if on_cards and not only_resident else (-1,)
+        options: dict[str, Any] = {"combine": "partial", "deal": deal, "devices": devices, "chunk": max(tokens)}
         for cache in caches:
+            options["card_cache_bytes"] = SHARED_CACHE_BYTES if sharing and cache else cache
             for rung in ("registered", "arena") if cache == 0 else ("registered",):
-                options: dict[str, Any] = {"combine": "partial", "deal": deal, "devices": devices, "chunk": max(tokens)}
-                options["card_cache_bytes"] = cache
                 rungs = ["arena"] if rung == "arena" else ["registered", "arena"]
                 threads = ARENA_THREADS if rung == "arena" else 1
-                if sharing and cache:
-                    options["card_cache_bytes"] = SHARED_CACHE_BYTES
                 with herd(where, len(workers), rungs=rungs, threads=threads, **options) as h:
                     for count in tokens:
                         for rotating in (False,) if only_resident else (False, True) if cache else (True,):

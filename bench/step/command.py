@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from evrun.bench import report
+from evrun.coordinator.deal import POLICIES
 from evrun.expert_worker.wire.errors import RunError, UsageError
 
 
@@ -20,7 +21,7 @@ from evrun.expert_worker.wire.errors import RunError, UsageError
 @click.option("--decode-tokens", default=8, show_default=True, type=click.IntRange(1, 1 << 16), help="Steps after the prompt.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1, 1 << 20))
 @click.option("--combine", type=click.Choice(["partial", "exact"]), default="partial", show_default=True)
-@click.option("--deal", type=click.Choice(["sorted", "home"]), default="sorted", show_default=True)
+@click.option("--deal", type=click.Choice(list(POLICIES)), default="sorted", show_default=True)
 @click.option("--dense-dtype", type=click.Choice(["fp8", "bfloat16"]), default="fp8", show_default=True)
 @click.option("--trace", "trace_file", type=click.Path(path_type=Path), metavar="F.json", help="Chrome trace of the last decode step.")
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")

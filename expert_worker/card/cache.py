@@ -21,7 +21,7 @@ class CardCache:
     def __init__(self, slots: int, table: SlotTable) -> None:
         self.slots, self.table = slots, table
         self._free = list(range(slots - 1, -1, -1))
-        table.num_free[0] = slots
+        table.num_free[:] = slots
         self._held: OrderedDict[Key, list[int]] = OrderedDict()
         """Least recently used first: [slot, uses]."""
         self.hits = self.misses = self.evictions = 0
@@ -60,7 +60,6 @@ class CardCache:
             self.drop(victim)
             self.evictions += 1
         slot = self._free.pop()
-        self.table.num_free[0] = len(self._free)
         self._held[key] = [slot, 1]
         self.table.put(key, slot)
         return slot
@@ -70,7 +69,6 @@ class CardCache:
         entry = self._held.pop(key, None)
         if entry:
             self._free.append(entry[0])
-            self.table.num_free[0] = len(self._free)
             self.table.remove(key)
 
     def _victim(self, protected: Container[Key]) -> Key | None:

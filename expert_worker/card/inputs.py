@@ -42,7 +42,7 @@ class Inputs:
         offsets = self._offsets(len(x))
         for offset, values in zip(offsets, (x, ids, weights, np.asarray(experts, np.int32)), strict=False):
             ctypes.memmove(self._host.address + offset, values.ctypes.data, values.nbytes)
-        self._rows_at, self._rows_done, self._sent = offsets[4], offsets[4], 0
+        self._rows_done, self._sent = offsets[4], 0
         return [self._card.address + offset for offset in offsets[:5]]
 
     def add_rows(self, table: npt.NDArray[np.uint64]) -> None:

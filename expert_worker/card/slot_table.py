@@ -24,9 +24,11 @@ class SlotTable:
 
     def put(self, key: Key, slot: int) -> None:
         self.slots[key] = slot
+        self.num_free -= 1
 
     def remove(self, key: Key) -> None:
         self.slots[key] = -1
+        self.num_free += 1
 
     def take_used(self) -> list[Key]:
         """The rows used since the last time, once for every use."""

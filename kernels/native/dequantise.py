@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from evrun.kernels.native import library
@@ -17,9 +18,4 @@ def dequantiser(variant: str | None = None) -> Dequantise:
     numbers = [i for i, v in enumerate(known) if v.supported and variant in (None, v.name)]
     if not numbers:
         raise library.NativeLibraryError(f"no variant {variant} here; supported: {', '.join(v.name for v in known if v.supported)}")
-    number, function = numbers[-1], loaded.evrun_dequantise_fp8
-
-    def dequantise(codes: int, scales: int, rows: int, columns: int, out: int) -> None:
-        function(number, codes, scales, rows, columns, out)
-
-    return dequantise
+    return functools.partial(loaded.evrun_dequantise_fp8, numbers[-1])

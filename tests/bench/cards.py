@@ -44,7 +44,12 @@ def layer(name: str, workers: str, *more: str, cards: int = 1, mps: bool = False
     )
 
 
-SHARED, FOUR = ",".join(["cuda:0"] * 4), "cuda:0,cuda:1,cuda:2,cuda:3"
+def first(cards: int) -> str:
+    """A worker on each of so many cards."""
+    return ",".join(f"cuda:{index}" for index in range(cards))
+
+
+SHARED, FOUR = ",".join(["cuda:0"] * 4), first(4)
 DEATH = (sys.executable, "tests/bench/card_death.py")
 LARGE = str(Path(tempfile.gettempdir()) / "evrun-384-experts")
 """29 GB of full-size rows for four cards; step `large` makes it."""
@@ -75,12 +80,12 @@ STEPS = (
     layer("layer-2", "cuda:0,cuda:1", "--tokens", "1,512", cards=2),
     Step("kernel-split-2", (*BENCH, "kernel", "--workers", "cuda:0,cuda:1", "--tokens", "1", "--no-baseline", "--json"), 2),
     Step("rescue-2", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_life.py", "tests/e2e/test_exact.py"), 2, {"EVRUN_TEST_CARDS": "2"}),
-    Step("death-2", DEATH, 2),
+    Step("death-2", DEATH, 2, {"EVRUN_TEST_CARDS": "2"}),
     Step("large", (*EVRUN, "make-checkpoint", LARGE, "--preset", "full-rows", "--layers", "4", "--experts", "384"), 4),
     Step("doctor-4", (*EVRUN, "doctor", "--checkpoint", LARGE, "--json"), 4),
     Step("link-4", (*BENCH, "link", "--cards", "0,1,2,3", "--json"), 4),
     *(
-        layer(f"layer-4-{world}-{deal}", FOUR[: 7 * world - 1], "--checkpoint", LARGE, "--tokens", "1,512", "--deal", deal, cards=4)
+        layer(f"layer-4-{world}-{deal}", first(world), "--checkpoint", LARGE, "--tokens", "1,512", "--deal", deal, cards=4)
         for world in (1, 2, 4)
         for deal in ("sorted", "home")
     ),
@@ -89,7 +94,7 @@ STEPS = (
         for deal in ("sorted", "home")
     ),
     Step("golden-4", (*PYTEST, "-n", "4", "-m", ANY, "tests/e2e/test_golden.py", "tests/e2e/test_exact.py"), 4, {"EVRUN_TEST_CARDS": "4"}),
-    Step("death-4", (*DEATH, "--workers", FOUR, "--rank", "2", "--checkpoint", LARGE), 4),
+    Step("death-4", (*DEATH, "--world", "4", "--rank", "2", "--checkpoint", LARGE), 4, {"EVRUN_TEST_CARDS": "4"}),
 )  # fmt: skip
 
 
@@ -138,7 +143,7 @@ def perform(step: Step, out: Path, within_s: float) -> int:
 @click.option("--only", default="", help="Names of steps, with commas.")
 @click.option("--list", "listed", is_flag=True, help="Say what would be done.")
 def main(out: Path, cards: int, seconds: float, only: str, listed: bool) -> None:
-    os.environ.setdefault("XDG_CACHE_HOME", str(out / "cache"))  # tests on cards keep compiled kernels there
+    os.environ.setdefault("XDG_CACHE_HOME", str(out.absolute() / "cache"))  # tests on cards keep compiled kernels there
     wanted = [s for s in STEPS if s.cards <= cards and (not only or s.name in only.split(","))]
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
