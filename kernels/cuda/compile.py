@@ -21,7 +21,7 @@ from evrun.kernels.cuda import params, wgmma
 from evrun.kernels.cuda.nvrtc import Nvrtc
 
 _SOURCES = files("evrun.kernels.cuda") / "csrc"
-_HEADERS = ("device.cuh", "formats.cuh", "tiles.cuh", "wgmma.cuh")
+_HEADERS = ("bulk.cuh", "device.cuh", "formats.cuh", "single_token.cuh", "tiles.cuh", "wgmma.cuh")
 
 
 @dataclass(frozen=True)

@@ -20,33 +20,41 @@ GROUP_PITCH = 80
 RESERVED_BYTES = 1024
 """Shared memory of a block that the system keeps."""
 RING_LIMIT = 8
+STAGE_LIMIT = 16
 CUTS = ((16, 2), (16, 1), (8, 2), (8, 1), (4, 1))
 """(warps, steps) of the single-token kernel, the best first."""
 FEW_EXPERTS = {1: (16,), 2: (20, 16)}
 """Experts of cuts of their own, and the warps of these, the best first: what a rank of four has of one token."""
 MOST_WARPS = {1: 20, 3: 16}
 """By planes: more would not leave a thread enough registers."""
+BULK_CAPABILITY = (9, 0)
+"""First with an engine for bulk copies."""
+BULK_WARPS = 20
+BULK_STEPS = 2
+BULK_HELPERS = 1
+BULK_EXPERTS = (1, 2)
+"""Experts of cuts of their own, which leave more room for stages."""
+TILE = 8
 CACHE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class SingleTokenPlan:
-    """`single_token.cu`: one block a multiprocessor; `experts_at_once` in a launch."""
+    """`single_token.cu` or `single_token_bulk.cu`: one block a multiprocessor; `experts_at_once` in a launch."""
 
+    source: str
     blocks: int
+    threads: int
     warps: int
+    """Those that compute."""
     steps: int
     """Steps of 2 x 128 columns in a task: its partial sum is one term of a row's sum."""
     ring: int
-    """Tasks whose codes a warp has in shared memory or on their way."""
+    """Tasks whose codes a warp has in shared memory or on their way; in bulk: stages of a block."""
     experts_at_once: int
     pairs: int
     rows: int
     shared_bytes: int
-
-    @property
-    def threads(self) -> int:
-        return self.warps * 32
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,9 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[Sing
     That happens on cards with few multiprocessors, of which each would own too long a run of rows. All cuts add up a
     row in the same steps, so that its bits are the same in each.
     """
+    bulk = _bulk_suits(shape, limits) and [_single_token_bulk(shape, limits, count) for count in (*BULK_EXPERTS, top_k)]
+    if bulk and all(plan.ring >= 2 for plan in bulk):
+        return tuple(plan for plan in bulk if plan.experts_at_once < top_k or plan is bulk[-1])
     for experts in range(top_k, 0, -1):
         for warps, steps in CUTS:
             widest = _single_token(shape, limits, warps, steps, experts)
@@ -109,10 +120,39 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[Sing
     return ()
 
 
-def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, experts: int) -> SingleTokenPlan:
-    blocks = limits.multiprocessors
+def _bulk_suits(shape: FfnShape, limits: Limits) -> bool:
+    """Does `single_token_bulk.cu` take this geometry on this card?"""
+    whole = shape.hidden % 512 == 0 and shape.intermediate % 256 == 0 and shape.hidden >= limits.multiprocessors
+    few = max(shape.hidden, shape.intermediate) <= BULK_WARPS * BULK_STEPS * 256  # splits
+    return whole and few and planes(shape) == 1 and limits.capability >= BULK_CAPABILITY
+
+
+def _single_token_bulk(shape: FfnShape, limits: Limits, experts: int) -> SingleTokenPlan:
+    pairs, rows = _run(shape, limits, experts)
+    up_groups, down_groups = shape.hidden // 32, shape.intermediate // 32
+    up_splits, down_splits = (-(-groups // (8 * BULK_STEPS)) for groups in (up_groups, down_groups))
+    up_tile, down_tile = (TILE * groups * 16 for groups in (up_groups, down_groups))
+    stage = max(up_tile, max(1, up_tile // down_tile) * down_tile)
+    x_groups = max(up_groups, experts * down_groups)
+    scales = pairs * 2 * up_groups + experts * _aligned(rows * down_groups + 15)
+    sums = 4 * TILE * max(-(-pairs * 2 // TILE) * up_splits, experts * -(-rows // TILE) * down_splits)
+    fixed = scales + sums + x_groups * GROUP_PITCH + 4 * x_groups + 16 + 2 * CACHE_ALIGNMENT
+    ring = min(STAGE_LIMIT, (limits.shared_bytes_per_block - fixed) // (stage + 16)) // 2 * 2
+    threads = 32 * (BULK_WARPS + BULK_HELPERS)
+    return SingleTokenPlan(
+        "single_token_bulk.cu", limits.multiprocessors, threads, BULK_WARPS, BULK_STEPS, ring, experts, pairs, rows, fixed + ring * (stage + 16)
+    )
+
+
+def _run(shape: FfnShape, limits: Limits, experts: int) -> tuple[int, int]:
+    """Rows of w1 (and of w3) that a block has of all experts, and rows of w2 that it has of each, at most."""
     in_word = 2 if shape.dtype == "bfloat16" else 1  # activations that blocks send each other at once
-    pairs, rows = -(-experts * shape.intermediate // in_word // blocks) * in_word, -(-shape.hidden // blocks)
+    blocks = limits.multiprocessors
+    return -(-experts * shape.intermediate // in_word // blocks) * in_word, -(-shape.hidden // blocks)
+
+
+def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, experts: int) -> SingleTokenPlan:
+    pairs, rows = _run(shape, limits, experts)
     up_groups, down_groups = shape.hidden // 32, shape.intermediate // 32
 
     def steps_of(groups: int) -> int:
@@ -132,7 +172,9 @@ def _single_token(shape: FfnShape, limits: Limits, warps: int, steps: int, exper
     )
     slot = warps * steps * 2048
     ring = min(RING_LIMIT, (limits.shared_bytes_per_block - fixed) // slot)
-    return SingleTokenPlan(blocks, warps, steps, ring, experts, pairs, rows, fixed + ring * slot)
+    return SingleTokenPlan(
+        "single_token.cu", limits.multiprocessors, 32 * warps, warps, steps, ring, experts, pairs, rows, fixed + ring * slot
+    )
 
 
 def plan_multi_token(shape: FfnShape, num_experts: int, limits: Limits) -> MultiTokenPlan:
@@ -188,7 +230,7 @@ def units(shape: FfnShape, num_experts: int, singles: tuple[SingleTokenPlan, ...
     many = common | {"MAX_EXPERTS": num_experts}
     ids = {"MAX_EXPERT_ID": num_experts - 1, "SHARED_BYTES": group_tokens_shared_bytes(num_experts)}
     return Units(
-        single_token=tuple(Unit.make("single_token.cu", common | _single_token_constants(single)) for single in singles),
+        single_token=tuple(Unit.make(single.source, common | _single_token_constants(single)) for single in singles),
         multi_token=tuple(Unit.make(source, many | dict(tiling.constants)) for tiling in multi.tilings),
         prepare=Unit.make("prepare.cu", common | {"WGMMA": int(multi.wgmma)}),
         group_tokens=Unit.make("group_tokens.cu", ids),
@@ -199,6 +241,7 @@ def units(shape: FfnShape, num_experts: int, singles: tuple[SingleTokenPlan, ...
 
 def _single_token_constants(plan: SingleTokenPlan) -> dict[str, int]:
     return {
+        "BLOCKS": plan.blocks,
         "WARPS": plan.warps,
         "STEPS": plan.steps,
         "RING": plan.ring,

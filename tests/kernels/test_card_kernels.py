@@ -112,6 +112,22 @@ def test_ragged_sizes(make: Make, side: CardSide, hidden: int, intermediate: int
     check_matches(make, side, shape_of(hidden, intermediate), tokens, held=3 if tokens == 1 else [1, 2, 4, 7])
 
 
+@pytest.mark.parametrize(("numerics", "dtype"), VARIANTS[:3])
+@pytest.mark.parametrize(("hidden", "intermediate", "held"), [(512, 256, 1), (512, 256, 3), (1024, 768, 2), (512, 1280, 1), (2560, 256, 5)])
+def test_one_token_in_bulk(
+    make: Make, side: CardSide, numerics: Numerics, dtype: Dtype, hidden: int, intermediate: int, held: int
+) -> None:
+    """Sizes that cards with an engine for bulk copies take; blocks without rows of w1 among them."""
+    shape = shape_of(hidden, intermediate, numerics, dtype)
+    check_matches(make, side, shape, 1, top_k=5, held=held)
+
+
+def test_one_token_in_bulk_at_the_edges(make: Make, side: CardSide) -> None:
+    check_companions(make, side, shape_of(1024, 768), 1)
+    check_extreme_scales(make, side, shape_of(512, 256, "reference", "float32"), 1)
+    check_refusals(make, side, shape_of(512, 256), 1)
+
+
 @pytest.mark.parametrize("tokens", [1, 37, 300])
 def test_companions(make: Make, side: CardSide, tokens: int) -> None:
     check_companions(make, side, shape_of(256, 128), tokens)

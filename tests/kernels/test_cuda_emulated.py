@@ -219,6 +219,13 @@ def test_one_token_in_ragged_sizes(folder: Path, side: HostSide, limits: Limits,
     check_matches(maker(limits, folder), side, shape_of(hidden, intermediate), 1)
 
 
+@pytest.mark.parametrize(("numerics", "dtype"), VARIANTS[:3])
+@pytest.mark.parametrize(("hidden", "intermediate", "held"), [(512, 256, 3), (1024, 768, 2), (512, 1280, 1), (2560, 256, 5)])
+def test_one_token_in_bulk(folder: Path, side: HostSide, numerics: Numerics, dtype: Dtype, hidden: int, intermediate: int, held: int) -> None:
+    """Whole splits and halves of them, stages of one to ten tiles, runs across experts, a ring that goes round."""
+    check_matches(maker(HOPPER, folder), side, shape_of(hidden, intermediate, numerics, dtype), 1, held=held)
+
+
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_companions(folder: Path, side: HostSide, tokens: int) -> None:
     check_companions(maker(HOPPER, folder), side, shape_of(256, 128), tokens)

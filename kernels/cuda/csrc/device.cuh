@@ -80,6 +80,9 @@ DEVICE u32 max_u32(u32 a, u32 b) {
     return larger;
 }
 
+// Makes the compiler hold a value in a register instead of computing it where it is used.
+DEVICE void keep(u32& value) { asm volatile("" : "+r"(value)); }
+
 // Copies BYTES (4, 8 or 16, both ends aligned to it) to a `shared_address` in the background; writes zeros if not `valid`.
 template <int BYTES>
 DEVICE void copy_async(u32 to, const void* from, bool valid) {

@@ -12,22 +12,14 @@
 // A task leaves one partial sum per row; they are added in order of K. Nothing depends on which other experts there are.
 #include "device.cuh"
 #include "formats.cuh"
+#include "single_token.cuh"
 
-constexpr int THREADS = WARPS * 32;
-
-DEVICE constexpr int groups_of(int k) { return k / 32; }
-DEVICE constexpr int steps_of(int k) { return ((groups_of(k) + 3) / 4 + 1) / 2; }
-DEVICE constexpr int splits_of(int k) { return (steps_of(k) + STEPS - 1) / STEPS; }
 // Do steps and groups fill the tasks, so that nothing has to be masked within a row?
 DEVICE constexpr bool is_whole(int k) { return groups_of(k) % 8 == 0 && steps_of(k) % STEPS == 0; }
-DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-constexpr int GROUP_BYTES = PLANES * 80;  // 32 prepared activations: 64 bytes a plane, and 16 against bank conflicts
 constexpr int SLOT = STEPS * 4 * 512;     // [step][tile][half][lane] 16
-constexpr int IN_WORD = 4 / sizeof(Activation);  // activations that travel together
 
 // Shared memory, in this order; the host computes the same (`plan.py`).
-constexpr int X_GROUPS = larger(8 * steps_of(HIDDEN), MAX_EXPERTS * 8 * steps_of(INTERMEDIATE));
 constexpr int UP_SCALE_BYTES = (MAX_PAIRS * 2 * groups_of(HIDDEN) + 15) / 16 * 16;
 constexpr int DOWN_SCALE_BYTES = (MAX_ROWS * MAX_EXPERTS * groups_of(INTERMEDIATE) + 15) / 16 * 16;
 constexpr int SUMS = larger(MAX_PAIRS * 2 * splits_of(HIDDEN), MAX_ROWS * MAX_EXPERTS * splits_of(INTERMEDIATE));
@@ -153,62 +145,6 @@ DEVICE void consume(const u8* slot, const u8* x, const u8* zeros, const float* x
     }
 }
 
-// Groups of 32 activations, eight to a lane, on their way from global to shared memory. All lanes of a warp call.
-template <int K, int AT_ONCE>
-struct Prepare {
-    Eight eight[AT_ONCE];
-
-    DEVICE void load(const Activation* source, int groups) {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = i * THREADS + int(threadIdx.x);
-            const uint4* from = reinterpret_cast<const uint4*>(source + (at < groups * 4 ? at : 0) * 8);
-#pragma unroll
-            for (int part = 0; part < int(sizeof(Eight) / 16); ++part) eight[i].raw[part] = from[part];
-        }
-    }
-    // The same from words that the blocks of this launch send.
-    DEVICE void receive(const u64* source, u32 launch, int groups, int begin) {
-        constexpr int WORDS = 8 / IN_WORD;
-        for (bool arrived = false; !arrived;) {
-            arrived = true;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int at = begin + i * THREADS + int(threadIdx.x);
-                if (at < groups * 4)
-                    arrived = poll_words<WORDS / 2>(source + at * WORDS, launch, reinterpret_cast<u32(&)[WORDS]>(eight[i].raw)) && arrived;
-            }
-            if (!arrived) let_others_run();
-        }
-    }
-    DEVICE void store(Shared& shared, int groups, int begin) const {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = begin + i * THREADS + int(threadIdx.x);
-            if (at - int(threadIdx.x) % 32 >= groups * 4) break;
-            float v[8];
-            u32 half[PLANES][4];
-            eight[i].values(v);
-            const float scale = prepare_group(v, half);
-            if (at >= groups * 4) break;
-            const int group = at / 4 + at / 4 / groups_of(K) * (8 * steps_of(K) - groups_of(K));  // a K has whole steps
-#pragma unroll
-            for (int plane = 0; plane < PLANES; ++plane)
-                *reinterpret_cast<uint4*>(shared.x + group * GROUP_BYTES + plane * 80 + at % 4 * 16) =
-                    make_uint4(half[plane][0], half[plane][1], half[plane][2], half[plane][3]);
-            if (at % 4 == 0) shared.x_scales[group] = scale * DECODE_HALF;
-        }
-    }
-};
-
-// Groups beyond K meet zero codes; they only have to be finite.
-template <int K>
-DEVICE void clear_padding(u8* x, int count) {
-    constexpr int WORDS = (8 * steps_of(K) - groups_of(K)) * (GROUP_BYTES / 4);
-    for (int i = threadIdx.x; i < count * WORDS; i += THREADS)
-        reinterpret_cast<u32*>(x + (i / (WORDS + !WORDS) * (8 * steps_of(K)) + groups_of(K)) * GROUP_BYTES)[i % (WORDS + !WORDS)] = 0;
-}
-
 // A run of scale rows, which lie one after the other -> shared memory, in the largest pieces that their alignment allows.
 template <int GROUPS>
 DEVICE void copy_scales(u8* to, const u8* from, int rows) {
@@ -228,7 +164,7 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
     const int n = call.num_experts;
 
     // What has to come from far is asked for before the weights, behind which it would wait.
-    Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS> x_in;
+    Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS, THREADS> x_in{threadIdx.x};
     x_in.load(static_cast<const Activation*>(call.x), groups_of(HIDDEN));
     const u64 arrived = threadIdx.x == 0 ? arrive(call.arrivals) : 0;
 
@@ -300,7 +236,7 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
     if (threadIdx.x == 0) shared.launch = u32(arrived / gridDim.x) + 1;
     if (threadIdx.x < GROUP_BYTES / 4) reinterpret_cast<u32*>(shared.zeros)[threadIdx.x] = 0;
     clear_padding<HIDDEN>(shared.x, 1);
-    x_in.store(shared, groups_of(HIDDEN), 0);
+    x_in.store(shared.x, shared.x_scales, groups_of(HIDDEN), 0);
     copy_async_wait<RING - 1>();
     sync_block();
 
@@ -344,9 +280,9 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
 
     clear_padding<INTERMEDIATE>(shared.x, n);
     for (int begin = 0; begin < n * groups_of(INTERMEDIATE) * 4; begin += 4 * THREADS) {
-        Prepare<INTERMEDIATE, 4> act_in;
+        Prepare<INTERMEDIATE, 4, THREADS> act_in{threadIdx.x};
         act_in.receive(call.act, launch, n * groups_of(INTERMEDIATE), begin);
-        act_in.store(shared, n * groups_of(INTERMEDIATE), begin);
+        act_in.store(shared.x, shared.x_scales, n * groups_of(INTERMEDIATE), begin);
     }
     sync_block();
     for (int k = 0; k < down_own; ++k) {

@@ -275,6 +275,8 @@ inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u32 choose(u32 mask, u32 a, u32 b) { return (mask & a) | (~mask & b); }
 inline u32 max_u32(u32 a, u32 b) { return std::max(a, b); }
 
+inline void keep(u32&) {}
+
 template <int BYTES>
 void copy_async(u32 to, const void* from, bool valid) {
     host::grid.now->open.push_back({shared_memory() + to, from, BYTES, valid});
