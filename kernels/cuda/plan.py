@@ -139,9 +139,9 @@ def _single_token_bulk(shape: FfnShape, limits: Limits, experts: int) -> SingleT
     fixed = scales + sums + x_groups * GROUP_PITCH + 4 * x_groups + 16 + 2 * CACHE_ALIGNMENT
     ring = min(STAGE_LIMIT, (limits.shared_bytes_per_block - fixed) // (stage + 16)) // 2 * 2
     threads = 32 * (BULK_WARPS + BULK_HELPERS)
-    return SingleTokenPlan(
-        "single_token_bulk.cu", limits.multiprocessors, threads, BULK_WARPS, BULK_STEPS, ring, experts, pairs, rows, fixed + ring * (stage + 16)
-    )
+    shared_bytes = fixed + ring * (stage + 16)
+    source = "single_token_bulk.cu"
+    return SingleTokenPlan(source, limits.multiprocessors, threads, BULK_WARPS, BULK_STEPS, ring, experts, pairs, rows, shared_bytes)
 
 
 def _run(shape: FfnShape, limits: Limits, experts: int) -> tuple[int, int]:

@@ -221,7 +221,9 @@ def test_one_token_in_ragged_sizes(folder: Path, side: HostSide, limits: Limits,
 
 @pytest.mark.parametrize(("numerics", "dtype"), VARIANTS[:3])
 @pytest.mark.parametrize(("hidden", "intermediate", "held"), [(512, 256, 3), (1024, 768, 2), (512, 1280, 1), (2560, 256, 5)])
-def test_one_token_in_bulk(folder: Path, side: HostSide, numerics: Numerics, dtype: Dtype, hidden: int, intermediate: int, held: int) -> None:
+def test_one_token_in_bulk(
+    folder: Path, side: HostSide, numerics: Numerics, dtype: Dtype, hidden: int, intermediate: int, held: int
+) -> None:
     """Whole splits and halves of them, stages of one to ten tiles, runs across experts, a ring that goes round."""
     check_matches(maker(HOPPER, folder), side, shape_of(hidden, intermediate, numerics, dtype), 1, held=held)
 
