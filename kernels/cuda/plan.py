@@ -134,8 +134,9 @@ def _single_token_bulk(shape: FfnShape, limits: Limits, experts: int) -> SingleT
     up_tile, down_tile = (TILE * groups * 16 for groups in (up_groups, down_groups))
     stage = max(up_tile, max(1, up_tile // down_tile) * down_tile)
     x_groups = max(up_groups, experts * down_groups)
-    scales = pairs * 2 * up_groups + experts * _aligned(rows * down_groups + 15)
-    sums = 4 * TILE * max(-(-pairs * 2 // TILE) * up_splits, experts * -(-rows // TILE) * down_splits)
+    up_rows, down_rows = (TILE * -(-count // TILE) for count in (2 * pairs, rows))
+    scales = up_rows * up_groups + experts * _aligned(rows * down_groups + 15)
+    sums = 4 * max(up_rows * up_splits, experts * down_rows * down_splits)
     fixed = scales + sums + x_groups * GROUP_PITCH + 4 * x_groups + 16 + 2 * CACHE_ALIGNMENT
     ring = min(STAGE_LIMIT, (limits.shared_bytes_per_block - fixed) // (stage + 16)) // 2 * 2
     threads = 32 * (BULK_WARPS + BULK_HELPERS)

@@ -25,6 +25,7 @@ EVRUN = (sys.executable, "-m", "evrun.launch")
 BENCH = (*EVRUN, "bench")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--maxfail", "3", "-p", "no:cacheprovider")
 ANY = "not long"
+RACED = "reference-bfloat16 and (bulk or matches)"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ STEPS = (
     Step("stage", (*BENCH, "stage", "--json")),
     Step(
         "memcheck", ("compute-sanitizer", "--error-exitcode", "9", *PYTEST, "-m", "gpu", "tests/kernels", "-k", "reference and bfloat16"),
+        needs="compute-sanitizer",
+    ),
+    Step(
+        "racecheck",
+        ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", *PYTEST, "-m", "gpu", "tests/kernels", "-k", RACED),
         needs="compute-sanitizer",
     ),
     Step("link-2", (*BENCH, "link", "--cards", "0,1", "--json"), 2),

@@ -30,8 +30,8 @@ static_assert(larger(splits_of(HIDDEN), splits_of(INTERMEDIATE)) <= WARPS, "a te
 // The host computes its size (`plan.py`).
 struct Shared {
     u8 stages[RING][STAGE];
-    u8 up_scales[MAX_PAIRS * 2 * groups_of(HIDDEN)];  // [w1, w3][pair][group]
-    u8 down_scales[MAX_EXPERTS * DOWN_SCALES];        // [expert], there from the 16-byte boundary before the first row
+    u8 up_scales[tiles_of(MAX_PAIRS * 2) * TILE * groups_of(HIDDEN)];  // [w1, w3][pair][group]
+    u8 down_scales[MAX_EXPERTS * DOWN_SCALES];                  // [expert], there from the 16-byte boundary before the first row
     u8 x[X_GROUPS * GROUP_BYTES];
     float x_scales[X_GROUPS];
     float sums[SUMS];  // [w1, w3][pair][split], later [expert][row, whole tiles][split]
@@ -116,8 +116,8 @@ struct Feeder {
         publish_barriers();
         if (run.up_stages > 0) bring_up(0, 0);
         bring_up_scales();
-        make_barrier(barriers.empty(0), STAGE_TASKS), make_barrier(barriers.down_scales(), 1);
-        for (int slot = 1; slot < RING; ++slot) make_barrier(barriers.full(slot), 1), make_barrier(barriers.empty(slot), STAGE_TASKS);
+        make_barrier(barriers.empty(0), STAGE_TASKS * 32), make_barrier(barriers.down_scales(), 1);
+        for (int slot = 1; slot < RING; ++slot) make_barrier(barriers.full(slot), 1), make_barrier(barriers.empty(slot), STAGE_TASKS * 32);
         publish_barriers();
     }
     DEVICE void go_on() {
@@ -277,11 +277,8 @@ KERNEL_OF(Token, moe_single_token_fp4, THREADS + 32, 1) {
     x_in.store(shared.x, shared.x_scales, groups_of(HIDDEN), 0);
     meet<ALL, THREADS + 32>();
 
-    // Who has a task's codes in registers says so; one task speaks for those that its stage has less than others.
-    const auto release = [&](u32 slot, u32 tasks) {
-        sync_warp();
-        if (lane == 0) arrive_at(barriers.empty(slot), tasks);
-    };
+    // Each lane says when it has a task's codes in registers; one task speaks for those that its stage has less than others.
+    const auto release = [&](u32 slot, u32 tasks) { arrive_at(barriers.empty(slot), tasks); };
     {
         const Team<HIDDEN> team(warp);
         Fragments<HIDDEN> x;
