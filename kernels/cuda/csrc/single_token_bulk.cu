@@ -31,7 +31,7 @@ static_assert(larger(splits_of(HIDDEN), splits_of(INTERMEDIATE)) <= WARPS, "a te
 struct Shared {
     u8 stages[RING][STAGE];
     u8 up_scales[tiles_of(MAX_PAIRS * 2) * TILE * groups_of(HIDDEN)];  // [w1, w3][pair][group]
-    u8 down_scales[MAX_EXPERTS * DOWN_SCALES];                  // [expert], there from the 16-byte boundary before the first row
+    u8 down_scales[MAX_EXPERTS * DOWN_SCALES];                         // [expert], there from the 16-byte boundary before the first row
     u8 x[X_GROUPS * GROUP_BYTES];
     float x_scales[X_GROUPS];
     float sums[SUMS];  // [w1, w3][pair][split], later [expert][row, whole tiles][split]
