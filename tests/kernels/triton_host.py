@@ -7,6 +7,7 @@ this module. (The compiler runs in a process of its own.)
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,12 @@ TURING = Limits((7, 5), 68, 65536)
 
 
 class HostMemory:
+    """A mapping of its own: those lie high, as a card's memory does; the interpreter would take a low address for 32 bits."""
+
     def __init__(self, size_bytes: int) -> None:
-        self.array = np.full(size_bytes + 16, 0xFF, np.uint8)
-        self.address = -(-self.array.ctypes.data // 16) * 16
-        self.device_address = self.address
+        self.array = np.frombuffer(mmap.mmap(-1, size_bytes + 16), np.uint8)
+        self.array.fill(0xFF)
+        self.address = self.device_address = self.array.ctypes.data
 
     def close(self) -> None:
         self.address = 0
