@@ -126,6 +126,23 @@ def test_hopper_holds_all_experts_at_once() -> None:
     assert plan.plan_multi_token(full_size(), NUM_EXPERTS, CARDS["sm_90a"]).wgmma
 
 
+@pytest.mark.parametrize(
+    ("card", "shape", "source"),
+    [
+        ("sm_90a", full_size(), "single_token_bulk.cu"),
+        ("sm_90a", FfnShape(512, 256, 10.0, "reference", "float32"), "single_token_bulk.cu"),
+        ("sm_90a", FfnShape(5120, 2272, 10.0, "reference", "bfloat16"), "single_token.cu"),  # no whole steps
+        ("sm_90a", FfnShape(512, 256, 10.0, "weights-only", "float32"), "single_token.cu"),  # several planes
+        ("sm_89", full_size(), "single_token.cu"),  # no engine
+        ("sm_120", full_size(), "single_token.cu"),  # no room for two stages
+    ],
+)
+def test_who_has_rows_brought_in_bulk(card: str, shape: FfnShape, source: str) -> None:
+    singles = plan.plan_single_token(shape, 6, CARDS[card])
+    assert {single.source for single in singles} == {source}
+    assert all(single.ring % 2 == 0 for single in singles if source == "single_token_bulk.cu")
+
+
 @pytest.mark.parametrize(("hidden", "intermediate"), [(100, 64), (64, 16), (0, 64)])
 def test_geometry_that_no_kernel_computes(hidden: int, intermediate: int) -> None:
     assert "not a multiple of 32" in str(plan.geometry_problem(FfnShape(hidden, intermediate, 1.0, "reference", "float32")))

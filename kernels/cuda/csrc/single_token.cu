@@ -145,6 +145,14 @@ DEVICE void consume(const u8* slot, const u8* x, const u8* zeros, const float* x
     }
 }
 
+// Groups beyond K meet zero codes; they only have to be finite.
+template <int K>
+DEVICE void clear_padding(u8* x, int count) {
+    constexpr int WORDS = (8 * steps_of(K) - groups_of(K)) * (GROUP_BYTES / 4);
+    for (int i = threadIdx.x; i < count * WORDS; i += THREADS)
+        reinterpret_cast<u32*>(x + (i / (WORDS + !WORDS) * (8 * steps_of(K)) + groups_of(K)) * GROUP_BYTES)[i % (WORDS + !WORDS)] = 0;
+}
+
 // A run of scale rows, which lie one after the other -> shared memory, in the largest pieces that their alignment allows.
 template <int GROUPS>
 DEVICE void copy_scales(u8* to, const u8* from, int rows) {

@@ -63,11 +63,3 @@ struct Prepare {
         }
     }
 };
-
-// Groups beyond K meet zero codes; they only have to be finite.
-template <int K>
-DEVICE void clear_padding(u8* x, int count) {
-    constexpr int WORDS = (8 * steps_of(K) - groups_of(K)) * (GROUP_BYTES / 4);
-    for (int i = threadIdx.x; i < count * WORDS; i += THREADS)
-        reinterpret_cast<u32*>(x + (i / (WORDS + !WORDS) * (8 * steps_of(K)) + groups_of(K)) * GROUP_BYTES)[i % (WORDS + !WORDS)] = 0;
-}
