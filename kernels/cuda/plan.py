@@ -31,10 +31,8 @@ BULK_CAPABILITY = (9, 0)
 """First with an engine for bulk copies."""
 BULK_WARPS = 20
 BULK_STEPS = 2
-BULK_HELPERS = 1
-BULK_EXPERTS = (1, 2)
-"""Experts of cuts of their own, which leave more room for stages."""
 TILE = 8
+"""Rows that a team computes at a time, and that are copied together."""
 CACHE_ALIGNMENT = 16
 
 
@@ -105,7 +103,7 @@ def plan_single_token(shape: FfnShape, top_k: int, limits: Limits) -> tuple[Sing
     That happens on cards with few multiprocessors, of which each would own too long a run of rows. All cuts add up a
     row in the same steps, so that its bits are the same in each.
     """
-    bulk = _bulk_suits(shape, limits) and [_single_token_bulk(shape, limits, count) for count in (*BULK_EXPERTS, top_k)]
+    bulk = _bulk_suits(shape, limits) and [_single_token_bulk(shape, limits, count) for count in (*FEW_EXPERTS, top_k)]
     if bulk and all(plan.ring >= 2 for plan in bulk):
         return tuple(plan for plan in bulk if plan.experts_at_once < top_k or plan is bulk[-1])
     for experts in range(top_k, 0, -1):
@@ -139,7 +137,7 @@ def _single_token_bulk(shape: FfnShape, limits: Limits, experts: int) -> SingleT
     sums = 4 * max(up_rows * up_splits, experts * down_rows * down_splits)
     fixed = scales + sums + x_groups * GROUP_PITCH + 4 * x_groups + 16 + 2 * CACHE_ALIGNMENT
     ring = min(STAGE_LIMIT, (limits.shared_bytes_per_block - fixed) // (stage + 16)) // 2 * 2
-    threads = 32 * (BULK_WARPS + BULK_HELPERS)
+    threads = 32 * (BULK_WARPS + 1)  # a warp asks for the copies
     shared_bytes = fixed + ring * (stage + 16)
     source = "single_token_bulk.cu"
     return SingleTokenPlan(source, limits.multiprocessors, threads, BULK_WARPS, BULK_STEPS, ring, experts, pairs, rows, shared_bytes)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_memory import HostStream
 from one_token_call import serve
-from test_cuda_emulated import CALLED, HOPPER, HostCard, HostStream
+from test_cuda_emulated import CALLED, HOPPER, HostCard
 
 from evrun.bench import card_rate
 from evrun.expert_worker.card import rungs

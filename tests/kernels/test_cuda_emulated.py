@@ -13,7 +13,6 @@ import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 from cuda_cases import (
     VARIANTS,
@@ -24,6 +23,7 @@ from cuda_cases import (
     check_matches,
     check_refusals,
 )
+from host_memory import HostMemory, HostSide, HostStream
 
 from evrun.kernels.api import Dtype, FfnShape, Numerics
 from evrun.kernels.cuda import compile as compiling
@@ -37,44 +37,6 @@ HOPPER = Limits((9, 0), 3, 232448)
 TURING = Limits((7, 5), 2, 65536)
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]  # compiles every kernel
-
-
-class HostMemory:
-    def __init__(self, size_bytes: int) -> None:
-        self.array = np.full(size_bytes + 16, 0xFF, np.uint8)
-        self.address = -(-self.array.ctypes.data // 16) * 16
-        self.device_address = self.address
-
-    def close(self) -> None:
-        self.address = 0
-
-
-class HostStream:
-    handle = None
-
-    def synchronize(self) -> None:
-        pass
-
-
-class HostSide:
-    stream = HostStream()
-
-    def __init__(self) -> None:
-        self._held: list[HostMemory] = []
-
-    def put(self, array: Any) -> int:
-        memory = HostMemory(array.nbytes)
-        self._held.append(memory)
-        ctypes.memmove(memory.address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
-        return memory.address
-
-    def get(self, address: int, like: Any) -> Any:
-        result = np.empty_like(like)
-        ctypes.memmove(result.ctypes.data, address, result.nbytes)
-        return result
-
-    def clear(self) -> None:
-        self._held.clear()
 
 
 class HostKernel:

@@ -21,7 +21,8 @@ from cuda_cases import (
     check_matches,
     check_refusals,
 )
-from triton_host import AMPERE, TURING, HostCard, HostSide
+from host_memory import HostSide
+from triton_host import AMPERE, TURING, HostCard
 
 from evrun.kernels.api import Dtype, FfnShape, Numerics
 from evrun.kernels.cuda.driver import Limits

@@ -20,8 +20,8 @@ DEVICE constexpr bool is_whole(int k) { return groups_of(k) % 8 == 0 && steps_of
 constexpr int SLOT = STEPS * 4 * 512;     // [step][tile][half][lane] 16
 
 // Shared memory, in this order; the host computes the same (`plan.py`).
-constexpr int UP_SCALE_BYTES = (MAX_PAIRS * 2 * groups_of(HIDDEN) + 15) / 16 * 16;
-constexpr int DOWN_SCALE_BYTES = (MAX_ROWS * MAX_EXPERTS * groups_of(INTERMEDIATE) + 15) / 16 * 16;
+constexpr int UP_SCALE_BYTES = padded(MAX_PAIRS * 2 * groups_of(HIDDEN));
+constexpr int DOWN_SCALE_BYTES = padded(MAX_ROWS * MAX_EXPERTS * groups_of(INTERMEDIATE));
 constexpr int SUMS = larger(MAX_PAIRS * 2 * splits_of(HIDDEN), MAX_ROWS * MAX_EXPERTS * splits_of(INTERMEDIATE));
 
 struct Shared {
@@ -166,13 +166,13 @@ DEVICE void copy_scales(u8* to, const u8* from, int rows) {
             copy_async<PIECE>(address + i, from + i, true);
 }
 
-KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
+KERNEL_OF(Token, moe_single_token_fp4, THREADS, 1) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n = call.num_experts;
 
     // What has to come from far is asked for before the weights, behind which it would wait.
-    Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS, THREADS> x_in{threadIdx.x};
+    Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS> x_in{};
     x_in.load(static_cast<const Activation*>(call.x), groups_of(HIDDEN));
     const u64 arrived = threadIdx.x == 0 ? arrive(call.arrivals) : 0;
 
@@ -270,28 +270,11 @@ KERNEL_OF(OneToken<MAX_EXPERTS>, moe_single_token_fp4, THREADS, 1) {
     if (up_own < RING - 1) copy_async_wait<0>();  // the scales of w2 have landed
     sync_block();
 
-    bool finite = true;
     const u32 launch = shared.launch;
-    for (u32 begin = warp * 32; begin < pairs; begin += THREADS) {
-        const u32 pair = begin + lane < pairs ? begin + lane : pairs - 1;
-        float both[2] = {};
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int split = 0; split < splits_of(HIDDEN); ++split) both[m] += shared.sums[(m * pairs + pair) * splits_of(HIDDEN) + split];
-        finite = finite && is_finite(both[0]) && is_finite(both[1]);
-        const float act = swiglu(rounded(both[0]), rounded(both[1]), call.drawn[(pair0 + pair) / INTERMEDIATE].route);
-        u32 word = word_of(stored(act));
-        if (IN_WORD == 2) word |= shuffle_xor(word, 1) << 16;
-        if (begin + lane < pairs && lane % IN_WORD == 0) send_word(call.act + (pair0 + pair) / IN_WORD, word, launch);
-    }
+    bool finite = send_activations(call, shared.sums, pair0, pairs, launch);
 
     clear_padding<INTERMEDIATE>(shared.x, n);
-    for (int begin = 0; begin < n * groups_of(INTERMEDIATE) * 4; begin += 4 * THREADS) {
-        Prepare<INTERMEDIATE, 4, THREADS> act_in{threadIdx.x};
-        act_in.receive(call.act, launch, n * groups_of(INTERMEDIATE), begin);
-        act_in.store(shared.x, shared.x_scales, n * groups_of(INTERMEDIATE), begin);
-    }
+    receive_activations<4>(call, shared.x, shared.x_scales, launch);
     sync_block();
     for (int k = 0; k < down_own; ++k) {
         issue_task(up_own + k + RING - 1);

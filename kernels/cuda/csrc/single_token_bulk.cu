@@ -15,7 +15,6 @@ static_assert(u64(larger(MAX_EXPERTS * INTERMEDIATE, HIDDEN)) * BLOCKS <= 0xFFFF
 static_assert(HIDDEN >= BLOCKS, "every block has rows of w2");
 static_assert(PLANES == 1 && STEPS == 2 && HIDDEN % 512 == 0 && INTERMEDIATE % 256 == 0, "whole steps, and scales in pieces of 16 bytes");
 
-DEVICE constexpr int padded(int bytes) { return (bytes + 15) / 16 * 16; }
 constexpr int TILE = 8;
 DEVICE constexpr int tiles_of(int rows) { return (rows + TILE - 1) / TILE; }
 DEVICE constexpr int tile_bytes(int k) { return TILE * k / 2; }
@@ -40,7 +39,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host plans less shared memory than this");
 static_assert(RING % 2 == 0, "a slot has the same teams in all its phases");
-constexpr int ALL = 1, COMPUTING = 2;  // meetings
+constexpr int ALL = 1, COMPUTING = 2;           // meetings: ..
+constexpr int ALL_THREADS = THREADS + 32;       // .. of those that compute and of the feeder's warp
 
 // By shared address: what of a slot or a run of scales has landed, and what of a slot has been read.
 struct Barriers {
@@ -64,8 +64,6 @@ struct Run {
         expert_tiles = tiles_of(rows), down_tiles = experts * expert_tiles;
     }
 };
-
-using Token = OneToken<MAX_EXPERTS>;
 
 // A place in the ring and the parity of the phase in which it is used.
 struct Slot {
@@ -256,7 +254,7 @@ DEVICE float row_sum(const u8* codes, const u8* scales, const Fragments<K>& x, c
     return sum;
 }
 
-KERNEL_OF(Token, moe_single_token_fp4, THREADS + 32, 1) {
+KERNEL_OF(Token, moe_single_token_fp4, ALL_THREADS, 1) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n = call.num_experts;
@@ -266,16 +264,16 @@ KERNEL_OF(Token, moe_single_token_fp4, THREADS + 32, 1) {
         Feeder feeder{call, run, shared, barriers};
         if (lane == 0) feeder.begin();
         sync_warp();
-        announce<ALL, THREADS + 32>();
+        announce<ALL, ALL_THREADS>();
         if (lane == 0) feeder.go_on();
         return;
     }
 
-    Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS, THREADS> x_in{threadIdx.x};
+    Prepare<HIDDEN, (groups_of(HIDDEN) * 4 + THREADS - 1) / THREADS> x_in{};
     x_in.load(static_cast<const Activation*>(call.x), groups_of(HIDDEN));
     if (threadIdx.x == 0) shared.launch = u32(arrive(call.arrivals) / BLOCKS) + 1;
     x_in.store(shared.x, shared.x_scales, groups_of(HIDDEN), 0);
-    meet<ALL, THREADS + 32>();
+    meet<ALL, ALL_THREADS>();
 
     // Each lane says when it has a task's codes in registers; one task speaks for those that its stage has less than others.
     const auto release = [&](u32 slot, u32 tasks) { arrive_at(barriers.empty(slot), tasks); };
@@ -311,27 +309,10 @@ KERNEL_OF(Token, moe_single_token_fp4, THREADS + 32, 1) {
     float* sums = shared.sums + (row + g) * SPLITS + team.split;
     for (; row >= run.expert_tiles * TILE; row -= run.expert_tiles * TILE) ++expert;
 
-    bool finite = true;
     const u32 launch = shared.launch;
-    for (u32 begin = warp * 32; begin < run.pairs; begin += THREADS) {
-        const u32 pair = begin + lane < run.pairs ? begin + lane : run.pairs - 1;
-        float both[2] = {};
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int split = 0; split < splits_of(HIDDEN); ++split) both[m] += shared.sums[(m * run.pairs + pair) * splits_of(HIDDEN) + split];
-        finite = finite && is_finite(both[0]) && is_finite(both[1]);
-        const float act = swiglu(rounded(both[0]), rounded(both[1]), call.drawn[(run.pair0 + pair) / INTERMEDIATE].route);
-        u32 word = word_of(stored(act));
-        if (IN_WORD == 2) word |= shuffle_xor(word, 1) << 16;
-        if (begin + lane < run.pairs && lane % IN_WORD == 0) send_word(call.act + (run.pair0 + pair) / IN_WORD, word, launch);
-    }
-    constexpr int MOST = (MAX_EXPERTS * groups_of(INTERMEDIATE) * 4 + THREADS - 1) / THREADS, AT_ONCE = MOST < 4 ? MOST : 4;
-    for (int begin = 0; begin < n * groups_of(INTERMEDIATE) * 4; begin += AT_ONCE * THREADS) {
-        Prepare<INTERMEDIATE, AT_ONCE, THREADS> act_in{threadIdx.x};
-        act_in.receive(call.act, launch, n * groups_of(INTERMEDIATE), begin);
-        act_in.store(shared.x, shared.x_scales, n * groups_of(INTERMEDIATE), begin);
-    }
+    bool finite = send_activations(call, shared.sums, run.pair0, run.pairs, launch);
+    constexpr int MOST = (MAX_EXPERTS * groups_of(INTERMEDIATE) * 4 + THREADS - 1) / THREADS;
+    receive_activations<(MOST < 4 ? MOST : 4)>(call, shared.x, shared.x_scales, launch);
     wait_for(barriers.down_scales(), 0);
     meet<COMPUTING, THREADS>();
 

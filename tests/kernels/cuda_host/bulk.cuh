@@ -15,8 +15,7 @@ struct HostBarrier {
         for (const auto& copy : copies) bytes += copy.bytes;
         if (awaited > 0 || bytes < expected) return false;
         if (bytes > expected) host::fail("more bytes than a barrier expects");
-        host::grid.ready.insert(host::grid.ready.end(), waiting.begin(), waiting.end());
-        waiting.clear();
+        host::wake(waiting);
         return true;
     }
     bool ended(u32 parity) {
@@ -49,40 +48,18 @@ inline void expect_bytes(u32 barrier, u32 bytes) {
 }
 inline void wait_for(u32 barrier, u32 parity) {
     HostBarrier& own = host_barrier(barrier);
-    while (!own.ended(parity)) {
-        own.waiting.push_back(host::grid.now);
-        host::switch_to(host::grid.now->context, host::grid.scheduler);
-    }
+    while (!own.ended(parity)) host::sleep_among(own.waiting);
 }
 inline void bulk_copy(void* to, const void* from, u32 bytes, u32 barrier) {
     if (reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes % 16) host::fail("misaligned bulk copy");
     host_barrier(barrier).copies.push_back({to, from, int(bytes), true});
     host_barrier(barrier).complete();
 }
-struct HostMeeting {
-    int announced = 0;
-    std::vector<host::Thread*> waiting;
-
-    bool announce(int count) {
-        if (++announced < count) return false;
-        host::grid.ready.insert(host::grid.ready.end(), waiting.begin(), waiting.end());
-        announced = 0, waiting.clear();
-        return true;
-    }
-};
-template <int NUMBER>
-HostMeeting& host_meeting() {
-    static std::map<host::Block*, HostMeeting> all;
-    return all[host::grid.now->block];
+template <int NUMBER, int COUNT>
+void meet() {
+    host::meet(host::grid.now->block->meetings[NUMBER], COUNT);
 }
 template <int NUMBER, int COUNT>
 void announce() {
-    host_meeting<NUMBER>().announce(COUNT);
-}
-template <int NUMBER, int COUNT>
-void meet() {
-    HostMeeting& own = host_meeting<NUMBER>();
-    if (own.announce(COUNT)) return;
-    own.waiting.push_back(host::grid.now);
-    host::switch_to(host::grid.now->context, host::grid.scheduler);
+    host::announce(host::grid.now->block->meetings[NUMBER], COUNT);
 }

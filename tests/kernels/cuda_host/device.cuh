@@ -48,6 +48,7 @@ struct Thread;
 
 struct Meeting {
     std::vector<Thread*> waiting;
+    std::size_t announced = 0;  // who came and went on
 };
 
 // A coroutine's registers. glibc's own switch enters the kernel every time, which is most of the run time.
@@ -111,7 +112,7 @@ struct Warp {
 };
 
 struct Block {
-    Meeting meeting;
+    Meeting meetings[16];
     int index = 0;
     std::unique_ptr<u8[]> memory;
     u8* shared = nullptr;
@@ -140,15 +141,27 @@ struct Grid {
 };
 inline Grid grid;
 
-// The last of `parties` threads wakes the others.
-inline void meet(Meeting& meeting, std::size_t parties) {
-    if (meeting.waiting.size() + 1 == parties) {
-        grid.ready.insert(grid.ready.end(), meeting.waiting.begin(), meeting.waiting.end());
-        meeting.waiting.clear();
-        return;
-    }
-    meeting.waiting.push_back(grid.now);
+inline void sleep_among(std::vector<Thread*>& waiting) {
+    waiting.push_back(grid.now);
     switch_to(grid.now->context, grid.scheduler);
+}
+inline void wake(std::vector<Thread*>& waiting) {
+    grid.ready.insert(grid.ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+}
+
+// The last of `parties` threads wakes the others.
+inline bool is_last(Meeting& meeting, std::size_t parties) {
+    if (meeting.waiting.size() + meeting.announced + 1 < parties) return false;
+    meeting.announced = 0;
+    wake(meeting.waiting);
+    return true;
+}
+inline void meet(Meeting& meeting, std::size_t parties) {
+    if (!is_last(meeting, parties)) sleep_among(meeting.waiting);
+}
+inline void announce(Meeting& meeting, std::size_t parties) {
+    if (!is_last(meeting, parties)) ++meeting.announced;
 }
 
 inline Warp& warp() { return grid.now->block->warps[grid.now->index / 32]; }
@@ -246,7 +259,7 @@ struct HostIndex { u32 x; };
 
 inline u8* shared_memory() { return host::grid.now->block->shared; }
 inline u32 shared_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - shared_memory()); }
-inline void sync_block() { host::meet(host::grid.now->block->meeting, host::grid.threads); }
+inline void sync_block() { host::meet(host::grid.now->block->meetings[0], host::grid.threads); }
 inline void sync_warp() { host::meet(host::warp().meeting, 32); }
 template <typename T>
 T shuffle(T value, int lane) {
